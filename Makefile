@@ -1,0 +1,31 @@
+# make demo: from a bare machine to three trained models and their comparison. make test: the tests. Both install what they need.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+SCHEMES := learned sinusoidal rope
+
+.PHONY: demo test test-slow clean
+
+demo: $(VENV)/installed
+	$(PY) prepare.py shakespeare
+	for wpe in $(SCHEMES); do $(PY) train.py config/shakespeare_$$wpe.py --overwrite=true || exit $$?; done
+	for wpe in $(SCHEMES); do $(PY) sample.py --out_dir=out/shakespeare_$$wpe --start='O Romeo' --max_new_tokens=300 || exit $$?; done
+	$(PY) compare.py $(SCHEMES:%=out/shakespeare_%)
+
+test: $(VENV)/installed-dev
+	$(PY) -m pytest -q
+
+test-slow: $(VENV)/installed-dev
+	$(PY) -m pytest -q -m 'slow and not gpu'
+
+$(VENV)/installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) out

@@ -1,0 +1,356 @@
+"""GPT-2 in one file, with a selectable position scheme.
+
+The model is GPT-2 (Radford et al. 2019): pre-norm blocks, tied input and output embeddings, tanh GELU. What can be chosen is how it
+learns where a token stands: `wpe = 'learned' | 'sinusoidal' | 'rope' | 'none'`. The scheme touches the model in three places, marked
+"position scheme 1/3" to "3/3" below; everything else is the same code and, at the same seed, the same weights.
+
+This file needs torch alone and can be copied out on its own.
+Shapes in comments: B batch, T tokens, C n_embd, H n_head, D = C/H head size, V vocabulary, L n_layer.
+"""
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024      # trained context length, tokens
+    vocab_size: int = 50257     # tokens the tokenizer knows (train.py takes it from the data)
+    vocab_multiple: int = 1     # pad the embedding's rows to a multiple of this (128 is fast on CUDA); padding is never predicted
+    n_layer: int = 12           # transformer blocks
+    n_head: int = 12            # attention heads a block
+    n_embd: int = 768           # width
+    dropout: float = 0.0        # 0 for pretraining, 0.1 to 0.2 when the data is seen many times
+    bias: bool = True           # biases in Linear and LayerNorm, as GPT-2 has them; False is a little faster
+    wpe: Literal['learned', 'sinusoidal', 'rope', 'none'] = 'learned'  # position scheme
+    wpe_std: float = 0.02       # learned: initial std of the table (0.02 in Hugging Face and nanoGPT; OpenAI's code used 0.01)
+    # A unit sinusoid has RMS 0.71 and would bury token embeddings of std 0.02: 99.9 % of the sum would be position. 0.02*sqrt(2)
+    # gives it RMS 0.02, the amplitude at which a learned table starts.
+    wpe_scale: float = 0.02 * math.sqrt(2)  # sinusoidal: amplitude of the table (1.0 = as in "Attention is all you need")
+    rope_base: float = 10000.0  # rope: wavelengths run from 2*pi to 2*pi*base tokens
+
+    def problems(self):
+        """What is wrong with these settings: one sentence each, naming the field, its value and what would be right."""
+        found = []
+        for name in ('block_size', 'vocab_size', 'vocab_multiple', 'n_layer', 'n_head', 'n_embd'):
+            if getattr(self, name) < 1:
+                found.append(f'{name}={getattr(self, name)} must be at least 1')
+        if not 0 <= self.dropout < 1:
+            found.append(f'dropout={self.dropout} must be at least 0 and below 1')
+        for name in ('wpe_std', 'wpe_scale'):
+            if getattr(self, name) < 0:
+                found.append(f'{name}={getattr(self, name)} must not be negative')
+        if self.rope_base <= 1:
+            found.append(f'rope_base={self.rope_base} must be above 1 (10000 is usual)')
+        if self.n_head >= 1 and self.n_embd >= 1:
+            step = self.n_head * (2 if self.wpe == 'rope' else 1)
+            if self.n_embd % step:
+                below, above = self.n_embd // step * step, -(-self.n_embd // step) * step
+                near = ' or '.join(f'n_embd={n}' for n in (below, above) if n)
+                need = 'n_embd/n_head must be even for rope' if self.wpe == 'rope' else 'n_embd must be a multiple of n_head'
+                found.append(f'n_embd={self.n_embd} does not fit n_head={self.n_head}: {need}; nearest: {near}')
+        return found
+
+    def __post_init__(self):
+        found = self.problems()
+        if found:
+            raise ValueError('\n'.join(found))
+
+    @property
+    def padded_vocab_size(self):
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+# ---- position tables: pure functions of the positions, computed in float64 on the CPU and rounded once to float32 -------------------
+
+def sinusoidal_table(start, end, n_embd):
+    """Rows start..end-1 of the interleaved table of Vaswani et al. 2017, section 3.5: sin in even columns, cos in odd ones.
+
+    Returns float32 (end-start, n_embd), amplitude 1. An odd width has one cosine column less."""
+    position = torch.arange(start, end, dtype=torch.float64, device='cpu')
+    frequency = 10000.0 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64, device='cpu') / n_embd)
+    angle = position[:, None] * frequency                        # (T, ceil(C/2))
+    table = torch.empty(end - start, n_embd, dtype=torch.float32, device='cpu')
+    table[:, 0::2] = angle.sin()
+    table[:, 1::2] = angle.cos()[:, :n_embd // 2]
+    return table
+
+
+def rope_table(start, end, head_size, base):
+    """cos and sin of the angles by which RoPE (Su et al. 2021) turns the pairs of a head at positions start..end-1.
+
+    Returns float32 (2, end-start, head_size/2): cos, then sin."""
+    position = torch.arange(start, end, dtype=torch.float64, device='cpu')
+    frequency = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64, device='cpu') / head_size)
+    angle = position[:, None] * frequency                        # (T, D/2)
+    return torch.stack((angle.cos(), angle.sin())).float()
+
+
+def rotate(x, cos, sin):
+    """Turn the pairs (x[i], x[i + D/2]) of x (..., D) by the angles in cos and sin (broadcastable to (..., D/2)).
+
+    The pairing is half-split (GPT-NeoX, Llama). cos and sin are float32, so the products are float32 whatever x is; the result has x's dtype."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------------------------
+
+class KVCache:
+    """Keys and values of the last `capacity` tokens, for one-token steps after a prefill.
+
+    `position` counts every token ever seen and is the position of the next one; it does not depend on what is retained. A full cache
+    overwrites its oldest slot: order does not matter to attention, since a key was rotated at its absolute position."""
+
+    def __init__(self, n_layer, capacity):
+        self.capacity, self.position = capacity, 0
+        self.keys, self.values = [None] * n_layer, [None] * n_layer  # allocated by the first call: (B, H, capacity, D) each
+
+    def append(self, layer, k, v):
+        """Store k, v (B, H, T, D) of positions position..position+T-1. Returns all that is retained, (B, H, <=capacity, D) each."""
+        T, slot = k.size(2), self.position % self.capacity
+        if self.keys[layer] is None:
+            shape = (k.size(0), k.size(1), self.capacity, k.size(3))
+            self.keys[layer], self.values[layer] = k.new_zeros(shape), v.new_zeros(shape)
+        if T > 1 and self.position + T > self.capacity:
+            raise ValueError(f'{T} tokens at position {self.position} do not fit a cache of {self.capacity}: pass them one by one')
+        self.keys[layer][:, :, slot:slot + T] = k
+        self.values[layer][:, :, slot:slot + T] = v
+        retained = min(self.position + T, self.capacity)
+        return self.keys[layer][:, :, :retained], self.values[layer][:, :, :retained]
+
+
+class CausalSelfAttention(nn.Module):
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.n_head, self.dropout, self.layer = config.n_head, config.dropout, layer
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope=None, cache=None):
+        B, T, C = x.size()
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.unbind(2)                                   # (B, T, H, D) each
+        if rope is not None:                                      # position scheme 3/3: queries and keys turn, values never
+            q, k = rotate(qkv[:, :, :2], *rope).unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)                 # (B, H, S, D), S >= T
+        mask = None
+        if 1 < T < k.size(2):  # a chunk after a prefix: is_causal aligns to the top left, so the lower-right mask is written out
+            mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
+                                           dropout_p=self.dropout if self.training else 0.0)
+        y = y.transpose(1, 2).reshape(B, T, C)                    # heads side by side again
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU(approximate='tanh')
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, rope=None, cache=None):
+        x = x + self.attn(self.ln_1(x), rope, cache)
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    """GPT-2. Each parameter is drawn from (seed, its name) alone, so models that differ in `wpe` share every other weight bit for bit:
+
+        wte.weight (= lm_head.weight), c_attn.weight, c_fc.weight    N(0, 0.02)
+        c_proj.weight (attn and mlp)                                 N(0, 0.02/sqrt(2 n_layer)): they add up on the residual stream
+        wpe.weight (learned only)                                    N(0, wpe_std)
+        biases 0, LayerNorm weights 1
+
+    seed None leaves that out, for a caller who loads weights.
+    """
+
+    def __init__(self, config, seed=1337):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+            drop=nn.Dropout(config.dropout),
+            h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+            ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight         # weight tying
+        if config.wpe == 'learned':                               # position scheme 1/3: only 'learned' owns a parameter
+            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.build_tables()
+        if seed is not None:
+            self.init_weights(seed)
+
+    def build_tables(self):
+        """The fixed tables of 'sinusoidal' and 'rope': float32 buffers on the weights' device, never stored in a checkpoint."""
+        if self.config.wpe in ('sinusoidal', 'rope'):
+            table = self.compute_table(0, self.config.block_size)
+            self.register_buffer('wpe_table', table.to(self.lm_head.weight.device), persistent=False)
+
+    def compute_table(self, start, end):
+        config = self.config
+        if config.wpe == 'sinusoidal':
+            return sinusoidal_table(start, end, config.n_embd) * config.wpe_scale  # (T, C)
+        return rope_table(start, end, config.n_embd // config.n_head, config.rope_base)  # (2, T, D/2)
+
+    def _apply(self, fn, recurse=True):
+        """.to(bfloat16) and .half() cast every buffer, and to_empty() empties it: build the tables anew, in float32."""
+        super()._apply(fn, recurse)
+        self.build_tables()
+        return self
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        for name, parameter in self.named_parameters():
+            if name.endswith('bias'):
+                parameter.zero_()
+            elif parameter.dim() == 1:                            # LayerNorm
+                parameter.fill_(1.0)
+            else:
+                std = 0.02
+                if name.endswith('c_proj.weight'):
+                    std = 0.02 / math.sqrt(2 * self.config.n_layer)
+                if name == 'transformer.wpe.weight':
+                    std = self.config.wpe_std
+                digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], 'little'))
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def position_table(self, start, end):
+        """Rows start..end-1 of the fixed table. Beyond block_size they are computed for the call and not kept: no state, no surprise."""
+        if end <= self.config.block_size:
+            return self.wpe_table[..., start:end, :]
+        return self.compute_table(start, end).to(self.wpe_table.device)
+
+    def forward(self, idx, targets=None, *, start=0, cache=None, last_only=False, reduction='mean'):
+        """Logits of token ids idx (B, T), or their loss against targets (B, T).
+
+        start: position of the first token (with a cache: where the cache stands). last_only: logits of the last token alone.
+        Returns float logits (B, T or 1, V); with targets the cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or
+        'none' (B, T). Raises ValueError where a learned table has no row for a position; the other schemes are defined at every position."""
+        B, T = idx.size()
+        start = start if cache is None else cache.position
+        if self.config.wpe == 'learned' and start + T > self.config.block_size:  # here, since on CUDA it would be a device assert
+            raise ValueError(f'position {start + T - 1} is outside the learned table: block_size={self.config.block_size} has '
+                             f'positions 0 to {self.config.block_size - 1}')
+        x = self.transformer.wte(idx)                             # (B, T, C)
+        rope = None
+        if self.config.wpe == 'learned':                          # position scheme 2/3: added to the tokens, or handed to attention
+            x = x + self.transformer.wpe.weight[start:start + T]
+        elif self.config.wpe == 'sinusoidal':
+            x = (x + self.position_table(start, start + T)).to(x.dtype)
+        elif self.config.wpe == 'rope':
+            cos, sin = self.position_table(start, start + T)      # (T, D/2) each
+            rope = cos[:, None, None], sin[:, None, None]         # over (B, T, q|k, H, D/2)
+        x = self.transformer.drop(x)
+        for block in self.transformer.h:
+            x = block(x, rope, cache)
+        if cache is not None:
+            cache.position += T
+        x = self.transformer.ln_f(x[:, -1:] if last_only else x)
+        logits = self.lm_head(x)[..., :self.config.vocab_size]    # rows that pad the vocabulary take no part
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits.float().reshape(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1, reduction=reduction)
+        return loss.view(B, T) if reduction == 'none' else loss
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True):
+        """Continue idx (B, T), T >= 1: yields max_new_tokens tensors (B, 1). Dropout is off meanwhile.
+
+        Past block_size the window slides. 'learned' and 'sinusoidal' re-encode the last block_size tokens at every step, as positions
+        shift under them. 'rope' and 'none' go on with the cache: positions keep growing, the oldest key is dropped, and what the kept keys
+        of layers above the first once saw of dropped tokens stays in them. Without use_cache every scheme re-encodes."""
+        if idx.size(1) == 0:
+            raise ValueError('nothing to continue: the prompt is empty')
+        block_size, was_training = self.config.block_size, self.training
+        self.eval()
+        try:
+            window = idx[:, -block_size:]
+            cache, fresh = None, window
+            for _ in range(max_new_tokens):
+                slides = cache is not None and cache.position >= block_size and self.config.wpe in ('learned', 'sinusoidal')
+                if cache is None or slides:
+                    cache, fresh = KVCache(self.config.n_layer, block_size) if use_cache else None, window
+                logits = self(fresh, cache=cache, last_only=True)[:, -1]  # (B, V)
+                fresh = sample_token(logits, temperature, top_k, top_p, generator)
+                window = torch.cat((window, fresh), dim=1)[:, -block_size:]
+                yield fresh
+        finally:
+            self.train(was_training)
+
+    # ---- counts and optimizer -------------------------------------------------------------------------------------------------------
+
+    def parameter_counts(self):
+        """Parameters by kind: total (padding left out), wpe (the position table), padding (rows that pad the vocabulary)."""
+        everything = sum(p.numel() for p in self.parameters())
+        wpe = self.transformer.wpe.weight.numel() if self.config.wpe == 'learned' else 0
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        tokens = self.config.vocab_size * self.config.n_embd
+        rest = sum(p.numel() for name, p in self.named_parameters() if '.h.' in name or '.ln_f.' in name)
+        assert tokens + padding + wpe + rest == everything, 'a parameter is counted nowhere or twice'
+        return {'total': everything - padding, 'wpe': wpe, 'padding': padding}
+
+    def parameter_report(self):
+        """One line: how large the model is and what share of it is the position table."""
+        count = self.parameter_counts()
+        line = f'{count["total"]:,} parameters, position table ({self.config.wpe}) {count["wpe"]:,} = {count["wpe"] / count["total"]:.3%}'
+        if count['padding']:
+            line += f'; and {count["padding"]:,} in {self.config.padded_vocab_size - self.config.vocab_size} rows that pad the vocabulary'
+        return line
+
+    def flops_per_token(self):
+        """Floating-point operations of one training step a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B), N without wpe."""
+        count, config = self.parameter_counts(), self.config
+        return 6 * (count['total'] - count['wpe']) + 12 * config.n_layer * config.n_embd * config.block_size
+
+    def optimizer_groups(self, weight_decay):
+        """Matrices (wte and wpe among them, as in nanoGPT) decay; biases and LayerNorm weights do not."""
+        decay = [p for p in self.parameters() if p.dim() >= 2]
+        no_decay = [p for p in self.parameters() if p.dim() < 2]
+        assert len(decay) + len(no_decay) == len(list(self.parameters())), 'a parameter is in no group or in two'
+        return [{'params': decay, 'weight_decay': weight_decay}, {'params': no_decay, 'weight_decay': 0.0}]
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """Draw one token id a row from logits (B, V): returns (B, 1). temperature 0 takes the likeliest; top_k above V keeps all.
+
+    top_p keeps the smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al. 2020)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        kth = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p is not None and top_p < 1.0:
+        p, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
+        drop = p.cumsum(dim=-1) - p >= top_p                      # what the likelier ones already cover
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)

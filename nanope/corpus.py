@@ -1,0 +1,162 @@
+"""Where text comes from: .txt, .jsonl and .parquet files, here or on the Hugging Face hub, as batches of documents."""
+import hashlib
+import json
+from collections import namedtuple
+from pathlib import Path
+
+BATCH = 2**20  # characters that a batch has, at least (the last one excepted): work for a fraction of a second
+
+# The parquet files of sets on the hub, never code of theirs; the sizes are about those of their cards.
+HubSet = namedtuple('HubSet', 'repo files documents text_bytes tokens')
+HUB = {
+    'openwebtext': HubSet('Skylion007/openwebtext', '@refs/convert/parquet/plain_text/*train/*.parquet',
+                          documents=8_013_769, text_bytes=39.8e9, tokens=9.0e9),
+    'fineweb_edu': HubSet('HuggingFaceFW/fineweb-edu', '/sample/10BT/*.parquet',
+                          documents=9_672_101, text_bytes=47e9, tokens=10e9),
+}
+
+# texts: [str, ...], none empty; empty: how many documents were left out because they are; place: where to go on after
+# this batch, for open_batches(), or None where the source cannot tell.
+Batch = namedtuple('Batch', 'texts empty place')
+
+
+def find_files(path):
+    """The files of text that a path names: itself, or all in a folder, sorted; [str, ...] of one kind."""
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f'{path}: there is no such file or folder')
+    inside = [file for file in path.rglob('[!.]*') if file.is_file() and file.suffix.lower() in READERS]
+    files = sorted(inside) if path.is_dir() else [path]
+    kinds = sorted({file.suffix.lower() for file in files})
+    if len(kinds) != 1 or kinds[0] not in READERS:
+        found = f'holds {" and ".join(kinds) or "no such"} files' if path.is_dir() else f'ends in {path.suffix!r}'
+        raise ValueError(f'{path} {found}: --input takes .txt, .jsonl or .parquet, a file or a folder of one kind')
+    return [str(file) for file in files]
+
+
+def hub_files(name):
+    """The files of a set on the hub, for open_batches(). OSError, within seconds, where the hub does not answer."""
+    from huggingface_hub import HfApi
+    repo, files, *_ = HUB[name]
+    try:
+        HfApi().dataset_info(repo, timeout=10)
+    except Exception as error:  # whatever the HTTP library of the day raises
+        raise OSError(f'could not reach {repo} on the Hugging Face hub ({brief(error)}); with its parquet files from '
+                      f'elsewhere, run: python prepare.py {name} --input=FOLDER_OF_PARQUET') from None
+    return [f'hf://datasets/{repo}{files}']
+
+
+def open_batches(files, column='text', max_documents=None, place=None):
+    """Yields Batches of the documents in files, in their order, from a Batch's place on."""
+    texts, characters, empty, documents = [], 0, 0, 0
+    for text, where in READERS[Path(files[0]).suffix.lower()](files, column, place):
+        if documents == max_documents:
+            break
+        if not text or text.isspace():
+            empty += 1
+            continue
+        texts.append(text)
+        characters += len(text)
+        documents += 1
+        if characters >= BATCH:
+            yield Batch(texts, empty, where())
+            texts, characters, empty = [], 0, 0
+    if texts or empty:
+        yield Batch(texts, empty, None)
+
+
+def divide(batches, split, seed, index):
+    """Batches -> (pieces, documents, empty, place) for write_parts() of writer.py; `index` documents went before.
+
+    split: (every, cut) holds out one document in `every`, or else what follows the first `cut` characters.
+
+    The document that is cut in two has no separator at the cut, where it does not end."""
+    (every, cut), seen = split, 0
+    for texts, empty, place in batches:
+        pieces = []
+        for text in texts:
+            if cut is None:
+                held_out = index % every == draw(seed, index // every) % every
+                pieces.append(('val' if held_out else 'train', text, True))
+            else:
+                head, tail = text[:max(cut - seen, 0)], text[max(cut - seen, 0):]
+                pieces += [('train', head, not tail)] * bool(head) + [('val', tail, True)] * bool(tail)
+            seen += len(text)
+            index += 1
+        yield pieces, len(texts), empty, place
+
+
+def draw(seed, block):
+    """A large number for a block of documents, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(f'{seed} {block}'.encode()).digest()[:8], 'little')
+
+
+def read_text(files, column, place):
+    """A document a file. Windows' line ends become \\n: the same text gives the same tokens everywhere."""
+    for file in files:
+        data = Path(file).read_bytes()
+        try:
+            text = data.decode('utf-8-sig')
+        except UnicodeDecodeError as error:
+            raise ValueError(f'{file}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8 text') from None
+        if '\0' in text:
+            raise ValueError(f'{file}: byte {data.index(0)} (0x00) is not text')
+        yield text.replace('\r\n', '\n'), nowhere
+
+
+def read_jsonl(files, column, place):
+    """A document a line. Read by hand because `datasets` does not tell which line is wrong."""
+    for file in files:
+        with open(file, 'rb') as lines:
+            for number, line in enumerate(lines, 1):
+                if line.isspace():
+                    continue
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:  # also where it is not UTF-8
+                    raise ValueError(f'{file}:{number}: not JSON ({brief(error)})') from None
+                fields = list(record) if isinstance(record, dict) else []
+                if column not in fields or not isinstance(record[column], str):
+                    raise ValueError(f'{file}:{number}: no text in {column!r}; fields: {fields} (see --text_column)')
+                yield record[column].encode('utf-8', 'replace').decode(), nowhere  # half a surrogate pair is no text
+
+
+def read_parquet(files, column, place):
+    """A document a row. The same code reads files and the hub, a row group at a time."""
+    import datasets
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
+    datasets.disable_progress_bars()
+    for file in [file for file in files if not file.startswith('hf://')]:
+        check_parquet(file, column)
+    try:
+        rows = datasets.load_dataset('parquet', data_files=files, columns=[column], split='train', streaming=True)
+        if place is not None:
+            rows.load_state_dict(place)
+        for row in rows:
+            yield row[column], rows.state_dict
+    except Exception as error:  # whatever the HTTP library of the day raises, or pyarrow where a file is damaged
+        raise OSError(f'could not read on in {files[0]} ({brief(error)}); running the command again goes on') from None
+
+
+def check_parquet(file, column):
+    """ValueError that names the file and what is wrong; `datasets` does not name it."""
+    import pyarrow.parquet
+    try:
+        schema = pyarrow.parquet.read_schema(file)
+    except Exception as error:
+        raise ValueError(f'{file}: not a parquet file ({brief(error)})') from None
+    if column not in schema.names or str(schema.field(column).type) not in ('string', 'large_string', 'string_view'):
+        fields = {name: str(schema.field(name).type) for name in schema.names}
+        raise ValueError(f'{file}: no column {column!r} of strings; columns: {fields} (see --text_column)')
+
+
+def nowhere():
+    return None
+
+
+def brief(error):
+    """An exception in one short line."""
+    return f'{type(error).__name__}: {error}'.splitlines()[0][:200]
+
+
+READERS = {'.txt': read_text, '.jsonl': read_jsonl, '.parquet': read_parquet}

@@ -1,0 +1,113 @@
+"""Which device, number format and compiler to use, and why."""
+import contextlib
+import os
+import platform
+import sys
+
+import torch
+
+# Dense bf16/fp16 peak of one card, FLOP/s, from the makers' data sheets. A name that is not here gets no MFU rather than a wrong one.
+PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12, 'A10G': 70e12,
+              'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12}
+
+
+def cpu_has_bf16():
+    """Whether this CPU multiplies bf16 matrices in hardware (AMX or AVX512-BF16)."""
+    flags = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')
+    return any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
+
+
+def resolve_device(device):
+    """'auto' -> ('cuda' | 'mps' | 'cpu', reason). Raises ValueError where the device asked for is not there."""
+    if device == 'auto':
+        if torch.cuda.is_available():
+            return 'cuda', torch.cuda.get_device_name()
+        if torch.backends.mps.is_available():
+            return 'mps', 'Apple GPU (best effort)'
+        return 'cpu', 'no CUDA device was found'
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f'device={device} cannot be used ({str(error).splitlines()[0]}); try --device=cpu') from None
+    return device, 'as asked'
+
+
+def resolve_dtype(dtype, device, n_embd):
+    """'auto' -> ('bfloat16' | 'float16' | 'float32', reason): the format of matrix products; weights and sums stay float32."""
+    kind = torch.device(device).type
+    if dtype != 'auto':
+        if dtype == 'float16' and kind != 'cuda':
+            raise ValueError(f'dtype=float16 needs CUDA, the device is {device}: use --dtype=bfloat16 or --dtype=float32')
+        return dtype, 'as asked'
+    if kind == 'cuda':
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return 'bfloat16', 'this GPU has it'
+        return 'float16', 'this GPU has no bfloat16; gradients are scaled'
+    if kind == 'cpu' and cpu_has_bf16():
+        if n_embd >= 192:  # measured: casting costs more than it saves below
+            return 'bfloat16', 'this CPU multiplies it in hardware'
+        return 'float32', f'casts would cost more than bfloat16 saves at n_embd={n_embd}'
+    return 'float32', f'no fast bfloat16 on this {kind}'
+
+
+def resolve_compile(compile, device):
+    """'auto' -> (bool, reason)."""
+    if compile != 'auto':
+        return compile, 'as asked'
+    if torch.device(device).type == 'cuda':
+        return True, 'pays off on CUDA'
+    return False, 'compiling takes longer than it saves in a short run on this device; --compile=true forces it'
+
+
+def compile_model(model, compile, batch_size, device, autocast):
+    """torch.compile, tried on one batch: (model to train, whether it is compiled, reason).
+
+    Where it fails, 'auto' falls back with a warning and True raises ValueError."""
+    wanted, reason = resolve_compile(compile, device)
+    if not wanted:
+        return model, False, reason
+    try:
+        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+        rows = torch.zeros(batch_size, model.config.block_size, dtype=torch.int64, device=device)
+        with autocast():
+            loss = compiled(rows, rows)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return compiled, True, reason
+    except Exception as error:  # whatever the compiler's many parts may raise
+        what = f'torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]})'
+        if compile is True:
+            raise ValueError(f'{what}; --compile=false trains without it') from error
+        print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
+        return model, False, 'it failed, see the warning'
+
+
+def autocast(device, dtype):
+    """A function that opens the autocast context: with autocast(): ..."""
+    if dtype == 'float32':
+        return contextlib.nullcontext
+    return lambda: torch.autocast(device_type=torch.device(device).type, dtype=getattr(torch, dtype))
+
+
+def peak_flops(device, dtype):
+    """Peak FLOP/s of the card for dtype, or None where it is not known."""
+    if torch.device(device).type != 'cuda' or dtype == 'float32':
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for card, peak in PEAK_FLOPS.items() if card in name), None)
+
+
+def environment(device, dtype, compiled):
+    """What must be equal for a resumed run to repeat the same bits: a dict of plain values, kept in every checkpoint's manifest."""
+    on_cuda = torch.device(device).type == 'cuda'
+    return {'torch': torch.__version__, 'python': platform.python_version(), 'device': device, 'dtype': dtype, 'compile': compiled,
+            'device_name': torch.cuda.get_device_name(device) if on_cuda else cpu_name(), 'threads': torch.get_num_threads()}
+
+
+def cpu_name():
+    if os.path.exists('/proc/cpuinfo'):
+        with open('/proc/cpuinfo', encoding='utf-8') as file:
+            for line in file:
+                if line.startswith('model name'):
+                    return line.split(':', 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,89 @@
+"""Prepared token files -> batches. See prepare.py for how data/<name>/ comes about; its meta.json says what the files hold.
+
+Which rows a batch has depends on (seed, step) alone: not on the position scheme, the evaluation interval, or how often the run was stopped.
+"""
+import hashlib
+import json
+import os
+
+import numpy as np
+import torch
+
+from nanope.tokenizer import from_json
+
+FORMAT = 1
+CHECK_BYTES = 256 * 2**20  # files up to this size are hashed when opened; larger ones are checked by size, and every batch by range
+
+
+class TokenFile:
+    """One .bin file of token ids. Reads go through read(), not a memory map, so that memory stays flat however long the run."""
+
+    def __init__(self, path, dtype, tokens, vocab_size):
+        self.path, self.dtype, self.tokens, self.vocab_size = path, np.dtype(dtype).newbyteorder('<'), tokens, vocab_size
+        self.file = open(path, 'rb', buffering=0)
+
+    def rows(self, starts, length):
+        """Token ids at starts[i] .. starts[i]+length-1: int64 tensor (len(starts), length)."""
+        out = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(out, starts):
+            self.file.seek(int(start) * self.dtype.itemsize)
+            row[:] = np.frombuffer(self.file.read(length * self.dtype.itemsize), dtype=self.dtype)
+        if out.max(initial=0) >= self.vocab_size:  # on CUDA this would be a device assert, far from its cause
+            raise ValueError(f'{self.path}: token id {out.max()} is outside the vocabulary of {self.vocab_size}; prepare the data again')
+        return torch.from_numpy(out)
+
+    def batch(self, seed, step, n_rows, block_size):
+        """Inputs and targets of training step `step`: two int64 tensors (n_rows, block_size) at random places of the file.
+
+        The generator is counter-based (Philox, Salmon et al. 2011) with the step as counter: any step's batch can be drawn at once."""
+        random = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
+        starts = random.integers(0, self.tokens - block_size, size=n_rows)
+        rows = self.rows(starts, block_size + 1)
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Data:
+    """An opened data folder: meta (dict), tokenizer, vocab_size, digest (hex, of both files), train and val (TokenFile)."""
+
+    def __init__(self, folder):
+        again = f'run: python prepare.py {os.path.basename(os.path.normpath(folder))}'
+        path = os.path.join(folder, 'meta.json')
+        if not os.path.exists(path):
+            raise ValueError(f'{folder} holds no prepared data (no meta.json); {again}')
+        try:
+            with open(path, encoding='utf-8') as file:
+                self.meta = json.load(file)
+            if self.meta['format'] != FORMAT:
+                raise ValueError(f'{path}: format {self.meta["format"]}, this version reads format {FORMAT}; {again}')
+            if self.meta['dtype'] not in ('uint16', 'uint32'):
+                raise ValueError(f'{path}: dtype {self.meta["dtype"]!r} is neither uint16 nor uint32; {again}')
+            self.tokenizer = from_json(self.meta['tokenizer'])
+            self.vocab_size = self.meta['vocab_size']
+            if self.vocab_size != self.tokenizer.vocab_size:
+                raise ValueError(f'{path}: vocab_size {self.vocab_size}, but its tokenizer has {self.tokenizer.vocab_size}; {again}')
+            self.train, self.val = (self.open_split(folder, split, again) for split in ('train', 'val'))
+            self.digest = hashlib.sha256((self.meta['train']['sha256'] + self.meta['val']['sha256']).encode()).hexdigest()
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f'{path} is not a meta.json of nanoPE ({type(error).__name__}: {error}); {again}') from None
+
+    def open_split(self, folder, split, again):
+        expected, path = self.meta[split], os.path.join(folder, f'{split}.bin')
+        if not os.path.exists(path):
+            raise ValueError(f'{path} is missing; {again}')
+        size, itemsize = os.path.getsize(path), np.dtype(self.meta['dtype']).itemsize
+        if size != expected['tokens'] * itemsize:
+            raise ValueError(f'{path} has {size:,} bytes, meta.json says {expected["tokens"]:,} tokens of {itemsize} bytes; {again}')
+        if expected['max_id'] >= self.vocab_size:
+            raise ValueError(f'{path} holds token id {expected["max_id"]}, the vocabulary has {self.vocab_size}; {again}')
+        if size <= CHECK_BYTES:
+            with open(path, 'rb') as file:
+                if hashlib.file_digest(file, 'sha256').hexdigest() != expected['sha256']:
+                    raise ValueError(f'{path} was changed since it was prepared (its sha256 is not the one in meta.json); {again}')
+        return TokenFile(path, self.meta['dtype'], expected['tokens'], self.vocab_size)
+
+    def check_length(self, block_size):
+        """Raises ValueError where a split is too short for one row of block_size inputs and their targets."""
+        for split in (self.train, self.val):
+            if split.tokens < block_size + 1:
+                raise ValueError(f'{split.path} has {split.tokens} tokens, block_size={block_size} needs at least {block_size + 1}: '
+                                 f'use more text or --block_size={max(split.tokens - 1, 1)}')

@@ -1,0 +1,57 @@
+"""metrics.jsonl: one JSON record a line, appended as things happen. The truth about a run; plots and tables are read from it."""
+import json
+import os
+import sys
+
+
+def append(run, record):
+    """Add one record (a flat dict with 'event' and 'step')."""
+    with open(os.path.join(run, 'metrics.jsonl'), 'a', encoding='utf-8') as file:
+        file.write(json.dumps(record) + '\n')
+
+
+def read(run):
+    """All records of a run; a torn last line (the process was killed while writing) is passed over."""
+    path = os.path.join(run, 'metrics.jsonl')
+    if not os.path.exists(path):
+        return []
+    records = []
+    with open(path, encoding='utf-8', errors='replace') as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get('step'), int):
+                records.append(record)
+    return records
+
+
+def rewind(run, step):
+    """Drop what a run resumed at `step` will do again: updates from `step` on, evaluations after it, and torn lines."""
+    kept = [record for record in read(run) if record['step'] < step or record['step'] == step and record['event'] == 'eval']
+    path = os.path.join(run, 'metrics.jsonl')
+    with open(path + '.tmp', 'w', encoding='utf-8') as file:
+        file.writelines(json.dumps(record) + '\n' for record in kept)
+    os.replace(path + '.tmp', path)
+
+
+def start_wandb(mode, project, run, config):
+    """The wandb run that mirrors metrics.jsonl, or None. Training never depends on it: what fails is a warning."""
+    if mode == 'off':
+        return None
+    try:
+        import wandb
+        return wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config,
+                          settings=wandb.Settings(init_timeout=30))
+    except Exception as error:
+        print(f'warning: no wandb: {error}; training goes on, metrics.jsonl has everything', file=sys.stderr)
+        return None
+
+
+def log_wandb(wandb_run, event, step, values):
+    if wandb_run:
+        try:
+            wandb_run.log({f'{event}/{name}': value for name, value in values.items()}, step=step)
+        except Exception as error:
+            print(f'warning: wandb: {error}; metrics.jsonl has everything', file=sys.stderr)

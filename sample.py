@@ -1,0 +1,102 @@
+"""Sample from a trained run: python sample.py --out_dir=out/shakespeare_rope --start="O Romeo" --max_new_tokens=300
+
+Everything about the model and its vocabulary comes from the checkpoint. Text is printed as it is drawn.
+"""
+import codecs
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nanope import checkpoint, device
+from nanope.configurator import configure, run
+
+
+@dataclass
+class SampleConfig:
+    out_dir: str = 'out/run'            # run folder to sample from
+    step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint
+    start: str = '\n'                   # prompt, or FILE:path to read it from a file; <|endoftext|> is the separator
+    num_samples: int = 1                # one after the other, each with its own seed
+    max_new_tokens: int = 500           # a sample
+    temperature: float = 0.8            # 0 = always the likeliest token; below 1 safer, above 1 wilder
+    top_k: int | None = 200             # draw among the k likeliest; none = all
+    top_p: float | None = None          # draw among the likeliest that hold this share of probability; none = all
+    stop: str | None = None             # end a sample where this text appears
+    overflow: Literal['slide', 'error'] = 'slide'  # past block_size tokens: slide the window, or refuse beforehand
+    seed: int = 1337
+    device: str = 'auto'                # auto, cpu, cuda, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'
+
+    def problems(self):
+        found = []
+        for name, least in (('num_samples', 1), ('max_new_tokens', 1), ('top_k', 1), ('seed', 0), ('temperature', 0)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                found.append(f'{name}={getattr(self, name)} must be at least {least}')
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            found.append(f'top_p={self.top_p} must be above 0 and at most 1')
+        if self.stop == '':
+            found.append('stop is empty: give a text, or none')
+        return found
+
+
+def read_prompt(start):
+    if not start.startswith('FILE:'):
+        return start
+    with open(start[len('FILE:'):], encoding='utf-8') as file:
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f'{file.name} is not UTF-8 text (byte {error.start})') from None
+
+
+def stream(tokens, tokenizer, stop):
+    """Text of token ids as they come, in whole characters. Ends before `stop`; holds back what may be its beginning."""
+    decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
+    held = ''
+    for token in tokens:
+        held += decoder.decode(tokenizer.decode_bytes([token]))
+        if stop and stop in held:
+            yield held[:held.index(stop)]
+            return
+        keep = next((n for n in range(min(len(stop), len(held)), 0, -1) if held.endswith(stop[:n])), 0) if stop else 0
+        yield held[:len(held) - keep]
+        held = held[len(held) - keep:]
+    yield held + decoder.decode(b'', final=True)
+
+
+def main(argv=None):
+    config, rest = configure(SampleConfig, sys.argv[1:] if argv is None else argv)
+    if rest:
+        raise ValueError(f'{rest[0]} is no config file (they end in .py) and no --key=value; a run folder is given as --out_dir={rest[0]}')
+    device_name, _ = device.resolve_device(config.device)
+    model, tokenizer, found = checkpoint.load_model(config.out_dir, config.step, device_name)
+    dtype, _ = device.resolve_dtype(config.dtype, device_name, model.config.n_embd)
+    prompt = tokenizer.encode_prompt(read_prompt(config.start))
+    if not prompt:
+        raise ValueError('the prompt is empty: give --start=TEXT, at least one character')
+    wpe, block_size, length = model.config.wpe, model.config.block_size, len(prompt) + config.max_new_tokens
+    print(f'{config.out_dir}, step {found.step}, {model.parameter_report()}', file=sys.stderr)
+    if length > block_size:
+        how = 'its last tokens are encoded anew at every step' if wpe in ('learned', 'sinusoidal') else 'the cache drops its oldest token'
+        what = f'{len(prompt)} prompt tokens + {config.max_new_tokens} new ones exceed block_size={block_size}'
+        if config.overflow == 'error':
+            raise ValueError(f'{what}: shorten them, or let the window slide with --overflow=slide')
+        print(f'{what}: the window slides ({how})', file=sys.stderr)
+
+    idx = torch.tensor([prompt], device=device_name)
+    for n in range(config.num_samples):
+        generator = torch.Generator(device=device_name).manual_seed(config.seed + n)
+        tokens = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, generator)
+        if config.num_samples > 1:
+            print(f'--- sample {n + 1}')
+        print(tokenizer.decode(prompt), end='', flush=True)
+        with device.autocast(device_name, dtype)():
+            for text in stream((int(token) for token in tokens), tokenizer, config.stop):
+                print(text, end='', flush=True)
+        print()
+
+
+if __name__ == '__main__':
+    run(main)

@@ -1,0 +1,340 @@
+"""Train a GPT-2: python train.py config/shakespeare_rope.py --max_iters=500
+
+Settings come from TrainConfig below, then config files, then --key=value; --help lists them all. The run folder out_dir receives the resolved
+config, metrics.jsonl, loss.png and checkpoints. SIGINT (Ctrl-C) or SIGTERM saves and stops; --init_from=resume goes on, bit for bit.
+"""
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from model import GPT, GPTConfig
+from nanope import checkpoint, device, metrics, plots
+from nanope.configurator import configure, run
+from nanope.evaluate import evaluate
+from nanope.files import write_json
+from nanope.loader import Data
+
+EXIT_DONE, EXIT_NONFINITE, EXIT_STOPPED = 0, 65, 75
+
+
+@dataclass
+class TrainConfig(GPTConfig):
+    # the run
+    out_dir: str = 'out/run'            # run folder
+    init_from: Literal['scratch', 'resume', 'auto'] = 'scratch'  # auto: resume where there is something to resume, else start
+    overwrite: bool = False             # delete the run that out_dir already holds
+    allow_change: bool = False          # resume although settings that change the course of training differ from the saved ones
+    seed: int = 1337                    # weights, batches and dropout follow from it
+    # data
+    dataset: str = 'shakespeare'        # folder under data/, see prepare.py
+    batch_size: int = 16                # rows of block_size tokens a micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches an update
+    # optimizer: AdamW
+    max_iters: int = 1000               # updates
+    learning_rate: float = 6e-4         # peak
+    min_lr: float | None = None         # at the end of the cosine; none = learning_rate/10
+    warmup_iters: int = 100             # linear warm-up, updates
+    lr_decay_iters: int | None = None   # where the cosine ends; none = max_iters
+    weight_decay: float = 0.1           # on matrices and embeddings
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0              # norm; 0 = off
+    # evaluation, logging, checkpoints: none of these changes the course of training
+    eval_interval: int = 250            # updates between evaluations; one more at the start and at the end
+    eval_tokens: int | None = None      # validation tokens an evaluation on the way; none = all. The last one always uses all
+    eval_batch_size: int = 16           # rows; the result does not depend on it
+    checkpoint_interval: int | None = None  # updates between checkpoints; none = eval_interval. One more at the end
+    keep_checkpoints: int = 2           # the newest ones; the best is kept besides
+    log_interval: int = 10              # updates between training records
+    wandb: Literal['off', 'online', 'offline'] = 'off'  # mirror metrics.jsonl to Weights & Biases
+    wandb_project: str = 'nanope'
+    # machine
+    device: str = 'auto'                # auto, cpu, cuda, cuda:1, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights stay float32
+    compile: bool | Literal['auto'] = 'auto'  # torch.compile
+    threads: int | None = None          # CPU threads; none = torch's choice
+
+    def problems(self):
+        found = super().problems()
+        for name in ('batch_size', 'gradient_accumulation_steps', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
+                     'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'lr_decay_iters', 'threads'):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                found.append(f'{name}={getattr(self, name)} must be at least 1')
+        for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip'):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                found.append(f'{name}={getattr(self, name)} must not be negative')
+        for name in ('beta1', 'beta2'):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f'{name}={getattr(self, name)} must be at least 0 and below 1')
+        return found
+
+
+IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
+FREE = {'out_dir', 'init_from', 'overwrite', 'allow_change', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
+        'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'threads', 'compile'}
+
+
+def learning_rate_at(step, config):
+    """Linear warm-up to learning_rate, cosine to min_lr at lr_decay_iters, min_lr after it. Defined for every step and setting."""
+    peak = config.learning_rate
+    low = peak / 10 if config.min_lr is None else config.min_lr
+    end = config.lr_decay_iters or config.max_iters
+    if step < config.warmup_iters:
+        return peak * (step + 1) / (config.warmup_iters + 1)
+    if step >= end:
+        return low
+    done = (step - config.warmup_iters) / (end - config.warmup_iters)
+    return low + 0.5 * (1 + math.cos(math.pi * done)) * (peak - low)
+
+
+def check_resume(config, saved):
+    """Compare a run's saved config with the present one. Raises ValueError naming every setting that must not, or not silently, differ."""
+    now = asdict(config)
+    if config.lr_decay_iters is None and saved.get('lr_decay_iters') is None:  # then max_iters shapes the cosine
+        now['lr_decay_iters'], saved = config.max_iters, {**saved, 'lr_decay_iters': saved['max_iters']}
+    changed = [name for name in now if name in saved and saved[name] != now[name] and name not in FREE]
+    tell = [f'{name} was {saved[name]}, now {now[name]}' for name in changed]
+    if any(name in IDENTITY for name in changed):
+        raise ValueError(f'{config.out_dir} holds another model: {"; ".join(tell)}. Use the saved settings or another --out_dir')
+    if changed and not config.allow_change:
+        raise ValueError(f'resuming {config.out_dir} would change the course of training: {"; ".join(tell)}. '
+                         'Use the saved settings, or --allow_change=true')
+    for line in tell:
+        print(f'warning: resuming with a change: {line}', file=sys.stderr)
+
+
+def open_run(config):
+    """Make or check the run folder. Returns the checkpoint to resume from, or None for a fresh run."""
+    held = checkpoint.steps(config.out_dir)
+    used = os.path.exists(os.path.join(config.out_dir, 'config.json'))
+    if config.init_from == 'resume' or config.init_from == 'auto' and held:
+        found = checkpoint.load(config.out_dir)
+        check_resume(config, found.state['config'])
+        return found
+    if used or held:
+        if not (config.overwrite or config.init_from == 'auto'):
+            raise ValueError(f'{config.out_dir} already holds a run: go on with --init_from=resume, start anew with --overwrite=true, '
+                             'or give another --out_dir')
+        for name in ('ckpt', 'metrics.jsonl', 'config.json', 'loss.png', 'crash.json'):  # what train.py wrote, and nothing else
+            path = os.path.join(config.out_dir, name)
+            if os.path.isdir(path):
+                shutil.rmtree(path)
+            elif os.path.exists(path):
+                os.remove(path)
+    os.makedirs(os.path.join(config.out_dir, 'ckpt'), exist_ok=True)
+    return None
+
+
+def catch_signals():
+    """The first SIGINT or SIGTERM is noted in the returned list; a second one ends the process at once, as without a handler."""
+    caught = []
+
+    def note(number, frame):
+        caught.append(signal.Signals(number).name)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, note)
+    return caught
+
+
+def update(model, optimizer, scaler, config, data, step, lr, device_name, autocast):
+    """One update from the batch of `step`. Returns (loss, gradient norm) as floats; changes no weight when either is not finite.
+
+    Dropout is seeded with (seed, step), so that there is no generator state to save."""
+    torch.manual_seed((config.seed << 32) + step)
+    parts = config.gradient_accumulation_steps
+    x, y = data.train.batch(config.seed, step, config.batch_size * parts, config.block_size)
+    total = torch.zeros((), device=device_name)
+    for rows, targets in zip(x.split(config.batch_size), y.split(config.batch_size)):
+        with autocast():
+            loss = model(rows.to(device_name), targets.to(device_name)) / parts
+        scaler.scale(loss).backward()
+        total += loss.detach()
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group['params']]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
+    loss, norm = total.item(), norm.item()
+    if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+        scaler.step(optimizer)  # skips the update itself where a scaled float16 gradient overflowed
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+def resume(found, config, data, model, optimizer, scaler, names, environment):
+    """Put a checkpoint's weights and optimizer state in place. Returns its step."""
+    if found.state['data_digest'] != data.digest:
+        raise ValueError(f'data/{config.dataset} is not the data that {config.out_dir} was trained on (its digest differs): '
+                         'prepare the same data, or start a run in another --out_dir')
+    for name, value in environment.items():
+        if found.environment.get(name) != value:
+            print(f'warning: {name} was {found.environment.get(name)}, now {value}: same batches, but not the same bits', file=sys.stderr)
+    if found.step > config.max_iters:
+        raise ValueError(f'{config.out_dir} is at step {found.step}, past max_iters={config.max_iters}')
+    checkpoint.load_weights(model, found.tensors('model'), found.path)
+    checkpoint.load_optimizer(optimizer, found.tensors('optim'), names)
+    scaler.load_state_dict(found.state['scaler'])
+    metrics.rewind(config.out_dir, found.step)
+    print(f'resuming {config.out_dir} at step {found.step}')
+    return found.step
+
+
+def crash(config, step, loss, norm, lr):
+    """Say what went wrong at which step and leave the last good checkpoint as it is. Returns the exit code."""
+    facts = {'step': step, 'loss': str(loss), 'grad_norm': str(norm), 'learning_rate': lr}
+    write_json(os.path.join(config.out_dir, 'crash.json'), facts)
+    held = checkpoint.steps(config.out_dir)
+    print(f'error: loss {loss}, gradient norm {norm} at step {step} (learning rate {lr:.3g}): stopped before the update. '
+          f'The last checkpoint is step {held[-1] if held else "none"}; a lower learning_rate or longer warmup_iters may help',
+          file=sys.stderr)
+    return EXIT_NONFINITE
+
+
+def save(config, step, model, optimizer, scaler, names, data, environment):
+    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints."""
+    try:
+        checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
+    except ValueError:
+        state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest, 'scaler': scaler.state_dict()}
+        path = checkpoint.save(config.out_dir, step, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors(optimizer, names),
+                               state, environment)
+        checkpoint.verify(path)
+    evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
+    held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
+    if held:
+        best = min(held, key=evals.get)
+        checkpoint.mark_best(config.out_dir, best, evals[best])
+    checkpoint.prune(config.out_dir, config.keep_checkpoints)
+
+
+def describe(config, model, data, reasons):
+    """Print what is about to be trained, on what, and why so."""
+    print(model.parameter_report())
+    rms = {'tokens': model.transformer.wte.weight[:config.vocab_size]}
+    if config.wpe == 'learned':
+        rms['positions'] = model.transformer.wpe.weight
+    elif config.wpe == 'sinusoidal':
+        rms['positions'] = model.wpe_table
+    print('embeddings, RMS at start: ' + ', '.join(f'{name} {t.detach().square().mean().sqrt():.4f}' for name, t in rms.items()))
+    for name, (value, reason) in reasons.items():
+        print(f'{name}: {value} ({reason})')
+    update = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    print(f'data: {config.dataset}, {data.train.tokens:,} training tokens, {data.val.tokens:,} for validation; '
+          f'{update:,} tokens an update, {config.max_iters * update / data.train.tokens:.3g} passes over the data in all')
+    if update > data.train.tokens:
+        print(f'warning: one update covers {update:,} tokens, more than the {data.train.tokens:,} there are: '
+              'lower gradient_accumulation_steps or batch_size', file=sys.stderr)
+    if config.warmup_iters >= config.max_iters:
+        print(f'warning: warmup_iters={config.warmup_iters} never ends within max_iters={config.max_iters}', file=sys.stderr)
+
+
+def main(argv=None):
+    config, rest = configure(TrainConfig, sys.argv[1:] if argv is None else argv)
+    if rest:
+        raise ValueError(f'{rest[0]} is no config file (they end in .py) and no --key=value')
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision('high')  # TF32 on CUDA
+    data = Data(os.path.join('data', config.dataset))
+    data.check_length(config.block_size)
+    if config.vocab_size not in (GPTConfig.vocab_size, data.vocab_size):
+        raise ValueError(f'vocab_size={config.vocab_size} does not fit data/{config.dataset}, which has {data.vocab_size}: leave it out')
+    config.vocab_size = data.vocab_size
+
+    device_name, why_device = device.resolve_device(config.device)
+    dtype, why_dtype = device.resolve_dtype(config.dtype, device_name, config.n_embd)
+    autocast = device.autocast(device_name, dtype)
+    resumed = open_run(config)
+    caught = catch_signals()
+
+    model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed).to(device_name)
+    names = {p: name for name, p in model.named_parameters()}
+    compiled, is_compiled, why_compile = device.compile_model(model, config.compile, config.batch_size, device_name, autocast)
+    fused = torch.device(device_name).type in ('cuda', 'cpu')
+    optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=fused)
+    scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')
+    environment = device.environment(device_name, dtype, is_compiled)
+    describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype), 'compile': (is_compiled, why_compile)})
+
+    step = 0
+    if resumed:
+        step = resume(resumed, config, data, model, optimizer, scaler, names, environment)
+    write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
+    wandb_run = metrics.start_wandb(config.wandb, config.wandb_project, config.out_dir, asdict(config))
+
+    def record(event, **values):
+        metrics.append(config.out_dir, {'event': event, 'step': step, **values})
+        metrics.log_wandb(wandb_run, event, step, values)
+
+    def score(max_tokens=None):
+        return evaluate(model, data.val, data.tokenizer.byte_lengths(), block_size=config.block_size, autocast=autocast,
+                        batch_size=config.eval_batch_size, max_tokens=max_tokens, stop=lambda: caught)
+
+    evaluated = any(r['event'] == 'eval' and r['step'] == step for r in metrics.read(config.out_dir))
+    peak = device.peak_flops(device_name, dtype)
+    update_tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    seconds, result = None, None  # of an update, smoothed; of the last evaluation
+    bar = tqdm(total=config.max_iters, initial=step, desc=os.path.basename(os.path.normpath(config.out_dir)), dynamic_ncols=True,
+               bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}| {postfix}', mininterval=0.2 if sys.stderr.isatty() else 10)
+    model.train()
+    while True:
+        # once in a while: evaluate, save, stop
+        last = step >= config.max_iters
+        if (last or step % config.eval_interval == 0) and not evaluated:
+            result = score(config.eval_tokens)
+            if result:
+                record('eval', loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
+                bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
+                evaluated = True
+        if step and (last or caught or step % (config.checkpoint_interval or config.eval_interval) == 0):
+            save(config, step, model, optimizer, scaler, names, data, environment)
+        if caught or last:
+            break
+
+        # one update
+        started = time.perf_counter()
+        lr = learning_rate_at(step, config)
+        loss, norm = update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast)
+        if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
+            bar.close()
+            return crash(config, step, loss, norm, lr)
+        took = time.perf_counter() - started
+        seconds = took if seconds is None else 0.9 * seconds + 0.1 * took
+        if step % config.log_interval == 0 or step + 1 == config.max_iters:
+            record('train', loss=loss, lr=lr, grad_norm=norm, tokens_per_s=update_tokens / took)
+        step, evaluated = step + 1, False
+        mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak:.1%}' if peak else ''
+        left = time.strftime('%H:%M:%S', time.gmtime((config.max_iters - step) * seconds))
+        bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
+        bar.update()
+    bar.close()
+    if not caught:
+        final = result if config.eval_tokens is None and result else score()
+        if final:
+            record('final', **{key: final[key] for key in ('loss', 'stderr', 'tokens', 'bits_per_byte')})
+            print(f'{config.out_dir}: validation loss {final["loss"]:.4f} ± {final["stderr"]:.4f} on all {final["tokens"]:,} tokens, '
+                  f'{final["bits_per_byte"]:.4f} bits a byte')
+    plots.loss_curves([config.out_dir], os.path.join(config.out_dir, 'loss.png'))
+    if wandb_run:
+        wandb_run.finish()
+    if caught:
+        print(f'{caught[0]}: saved at step {step}; go on with the same command and --init_from=resume', file=sys.stderr)
+        return EXIT_STOPPED
+    return EXIT_DONE
+
+
+if __name__ == '__main__':
+    run(main)
