@@ -221,8 +221,9 @@ class GPT(nn.Module):
         return rope_table(start, end, config.n_embd // config.n_head, config.rope_base)  # (2, T, D/2)
 
     def _apply(self, fn, recurse=True):
-        """.to(bfloat16) and .half() cast every buffer, and to_empty() empties it: build the tables anew, in float32."""
+        """.to(bfloat16) and .half() cast every buffer, to_empty() empties it and unties weights: tie, and build the tables in float32."""
         super()._apply(fn, recurse)
+        self.lm_head.weight = self.transformer.wte.weight
         self.build_tables()
         return self
 

@@ -66,12 +66,12 @@ def main():
     # a first look at the text: how much, and which characters; a set on the hub is too large to be read twice
     if hub:
         documents, characters, alphabet = config.max_documents, None, set()
-        if not config.input:
-            print_need(hub, config)
+        expected = None if config.input else print_need(hub, config)
     else:
         documents, characters, alphabet = survey(config, files, enough=round(1 / fraction))
         if not documents:
-            raise ValueError(f'{config.input} has no text')
+            raise ValueError(f'{source} has no text')
+        expected = characters
     tokenizer = choose_tokenizer(config, characters, alphabet)
     split, sentence = choose_split(config, fraction, documents, characters)
 
@@ -79,7 +79,7 @@ def main():
     os.makedirs(folder, exist_ok=True)
     try:
         with FileLock(os.path.join(folder, '.lock'), timeout=0):
-            progress = write(config, folder, files, tokenizer, split, characters)
+            progress = write(config, folder, files, tokenizer, split, expected)
             meta = writer.finish(folder, tokenizer, progress, split=sentence, source=source)
     except Timeout:
         raise ValueError(f'{folder} is being prepared by another process: wait for it, or use another name') from None
@@ -87,7 +87,7 @@ def main():
 
 
 def survey(config, files, enough):
-    """(documents, characters, set of all characters); without the rest, where it cannot change a decision."""
+    """(documents, characters, set of all characters); characters is None, for many, where the rest cannot matter."""
     documents, characters, alphabet = 0, 0, set()
     with tqdm(desc='reading', unit=' characters', unit_scale=True, disable=None, leave=False) as bar:
         for batch in corpus.open_batches(files, config.text_column, config.max_documents):
@@ -97,7 +97,7 @@ def survey(config, files, enough):
             alphabet.update(*batch.texts)
             bar.update(size)
             if documents >= enough and characters > SMALL and config.tokenizer != 'char' and config.split != 'tail':
-                break
+                return documents, None, set()
     return documents, characters, alphabet
 
 
@@ -115,14 +115,14 @@ def choose_split(config, fraction, documents, characters):
         cut = int(characters * (1 - fraction))  # nanoGPT's cut
         if not 0 < cut < characters:
             raise ValueError(f'{characters} characters are too few to hold out some')
-        return (None, cut), f'the last {fraction:.4%} of the characters, from {cut:,} on, are held out'
+        return (None, cut), f'the last {fraction * 100:.4g} % of the characters, from {cut:,} on, are held out'
     if documents == 1:
         raise ValueError('there is one document, which cannot be held out whole: use --split=tail')
     every = min(round(1 / fraction), documents or sys.maxsize)
     return (every, None), f'one whole document in {every:,} is held out, drawn with seed {config.seed}'
 
 
-def write(config, folder, files, tokenizer, split, characters):
+def write(config, folder, files, tokenizer, split, expected):
     """Write the parts, or the rest of them where an earlier run of the same job was stopped; returns the progress."""
     stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files if os.path.exists(file)]
     job = (files, stats, tokenizer.to_json(), split, replace(config, workers=None, data_dir=''))
@@ -133,9 +133,9 @@ def write(config, folder, files, tokenizer, split, characters):
     limit = config.max_documents and config.max_documents - done
     batches = corpus.open_batches(files, config.text_column, limit, progress['place'])
     pieces = corpus.divide(batches, split, config.seed, done)
-    few = tokenizer.kind == 'char' or (characters and characters < 4e6)  # starting processes takes a second
-    workers = config.workers if config.workers is not None else 0 if few else min(os.cpu_count(), 8)
-    bar = tqdm(desc='tokenising', unit=' characters', unit_scale=True, total=characters, disable=None, leave=False,
+    few = tokenizer.kind == 'char' or (expected and expected < 4e6)  # starting processes takes a second
+    workers = config.workers if config.workers is not None else 0 if few else min(os.cpu_count() or 1, 8)
+    bar = tqdm(desc='tokenising', unit=' characters', unit_scale=True, total=expected, disable=None, leave=False,
                initial=sum(progress[part]['bytes'] for part in writer.SPLITS))
     try:
         with bar:
@@ -152,10 +152,12 @@ def write(config, folder, files, tokenizer, split, characters):
 
 
 def print_need(hub, config):
+    """Says how large a set on the hub is; returns about how many characters."""
     share = min(1, (config.max_documents or hub.documents) / hub.documents)
     free = shutil.disk_usage(config.data_dir if os.path.isdir(config.data_dir) else '.').free
     print(f'about {hub.documents * share:,.0f} documents, {hub.tokens * share:,.0f} tokens: they need '
-          f'{hub.tokens * share * 2 / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; stopped, it goes on when run again')
+          f'{hub.tokens * share * 2 / 1e9:.1f} GB of disk ({free / 1e9:.1f} GB free); stopped, it goes on if run again')
+    return hub.characters * share
 
 
 def print_summary(name, folder, meta, progress):

@@ -1,9 +1,10 @@
 """Sample from a trained run: python sample.py --out_dir=out/shakespeare_rope --start="O Romeo" --max_new_tokens=300
 
-Everything about the model and its vocabulary comes from the checkpoint. Text is printed as it is drawn.
+Everything about the model and its vocabulary comes from the checkpoint. Text goes to stdout as it is drawn, notes to stderr.
 """
 import codecs
 import sys
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,13 +20,13 @@ class SampleConfig:
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint
     start: str = '\n'                   # prompt, or FILE:path to read it from a file; <|endoftext|> is the separator
     num_samples: int = 1                # one after the other, each with its own seed
-    max_new_tokens: int = 500           # a sample
+    max_new_tokens: int = 500           # in a sample
     temperature: float = 0.8            # 0 = always the likeliest token; below 1 safer, above 1 wilder
     top_k: int | None = 200             # draw among the k likeliest; none = all
     top_p: float | None = None          # draw among the likeliest that hold this share of probability; none = all
-    stop: str | None = None             # end a sample where this text appears
+    stop: str | None = None             # end a sample before this text, which may be <|endoftext|>
     overflow: Literal['slide', 'error'] = 'slide'  # past block_size tokens: slide the window, or refuse beforehand
-    seed: int = 1337
+    seed: int = 1337                    # of the first sample; the next ones count up from it
     device: str = 'auto'                # auto, cpu, cuda, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'
 
@@ -34,6 +35,8 @@ class SampleConfig:
         for name, least in (('num_samples', 1), ('max_new_tokens', 1), ('top_k', 1), ('seed', 0), ('temperature', 0)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 found.append(f'{name}={getattr(self, name)} must be at least {least}')
+        if self.seed >= 2**62:
+            found.append(f'seed={self.seed} must be below 2**62')
         if self.top_p is not None and not 0 < self.top_p <= 1:
             found.append(f'top_p={self.top_p} must be above 0 and at most 1')
         if self.stop == '':
@@ -44,11 +47,25 @@ class SampleConfig:
 def read_prompt(start):
     if not start.startswith('FILE:'):
         return start
-    with open(start[len('FILE:'):], encoding='utf-8') as file:
+    with open(start[len('FILE:'):], encoding='utf-8-sig') as file:  # without the mark that Windows' editors put first
         try:
             return file.read()
         except UnicodeDecodeError as error:
             raise ValueError(f'{file.name} is not UTF-8 text (byte {error.start})') from None
+
+
+def check_length(prompt, config, model):
+    """Say once what happens past block_size, or refuse it: ValueError."""
+    block_size, wpe = model.config.block_size, model.config.wpe
+    if len(prompt) + config.max_new_tokens <= block_size:
+        return
+    what = f'{len(prompt)} prompt tokens + {config.max_new_tokens} new ones exceed block_size={block_size}'
+    if config.overflow == 'error':
+        raise ValueError(f'{what}: shorten them, or let the window slide with --overflow=slide')
+    if len(prompt) > block_size:
+        what += f', only the last {block_size} of the prompt are seen'
+    how = 'encoded anew at every step, which is slow' if wpe in ('learned', 'sinusoidal') else 'the cache drops its oldest token'
+    print(f'{what}: the window slides ({how})', file=sys.stderr)
 
 
 def stream(tokens, tokenizer, stop):
@@ -76,26 +93,29 @@ def main(argv=None):
     prompt = tokenizer.encode_prompt(read_prompt(config.start))
     if not prompt:
         raise ValueError('the prompt is empty: give --start=TEXT, at least one character')
-    wpe, block_size, length = model.config.wpe, model.config.block_size, len(prompt) + config.max_new_tokens
+    tokenizer.encode_prompt(config.stop or '')  # refuses a text that the vocabulary cannot spell: it would never come
+    check_length(prompt, config, model)
     print(f'{config.out_dir}, step {found.step}, {model.parameter_report()}', file=sys.stderr)
-    if length > block_size:
-        how = 'its last tokens are encoded anew at every step' if wpe in ('learned', 'sinusoidal') else 'the cache drops its oldest token'
-        what = f'{len(prompt)} prompt tokens + {config.max_new_tokens} new ones exceed block_size={block_size}'
-        if config.overflow == 'error':
-            raise ValueError(f'{what}: shorten them, or let the window slide with --overflow=slide')
-        print(f'{what}: the window slides ({how})', file=sys.stderr)
 
-    idx = torch.tensor([prompt], device=device_name)
+    idx, drawn, started = torch.tensor([prompt], device=device_name), 0, time.perf_counter()
+
+    def draw(seed):
+        nonlocal drawn
+        generator = torch.Generator(device=device_name).manual_seed(seed)
+        for token in model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, generator):
+            drawn += 1
+            yield int(token)
+
     for n in range(config.num_samples):
-        generator = torch.Generator(device=device_name).manual_seed(config.seed + n)
-        tokens = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, generator)
         if config.num_samples > 1:
             print(f'--- sample {n + 1}')
         print(tokenizer.decode(prompt), end='', flush=True)
         with device.autocast(device_name, dtype)():
-            for text in stream((int(token) for token in tokens), tokenizer, config.stop):
+            for text in stream(draw(config.seed + n), tokenizer, config.stop):
                 print(text, end='', flush=True)
-        print()
+        print(flush=True)
+    seconds = time.perf_counter() - started
+    print(f'{drawn:,} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s', file=sys.stderr)
 
 
 if __name__ == '__main__':

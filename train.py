@@ -20,7 +20,7 @@ from model import GPT, GPTConfig
 from nanope import checkpoint, device, metrics, plots
 from nanope.configurator import configure, run
 from nanope.evaluate import evaluate
-from nanope.files import write_json
+from nanope.files import lock_folder, write_json
 from nanope.loader import Data
 
 EXIT_DONE, EXIT_NONFINITE, EXIT_STOPPED = 0, 65, 75
@@ -72,6 +72,8 @@ class TrainConfig(GPTConfig):
         for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 found.append(f'{name}={getattr(self, name)} must not be negative')
+        if self.seed >= 2**32:
+            found.append(f'seed={self.seed} must be below 2**32')
         for name in ('beta1', 'beta2'):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f'{name}={getattr(self, name)} must be at least 0 and below 1')
@@ -85,24 +87,18 @@ FREE = {'out_dir', 'init_from', 'overwrite', 'allow_change', 'max_iters', 'eval_
 
 def learning_rate_at(step, config):
     """Linear warm-up to learning_rate, cosine to min_lr at lr_decay_iters, min_lr after it. Defined for every step and setting."""
-    peak = config.learning_rate
-    low = peak / 10 if config.min_lr is None else config.min_lr
-    end = config.lr_decay_iters or config.max_iters
     if step < config.warmup_iters:
-        return peak * (step + 1) / (config.warmup_iters + 1)
-    if step >= end:
-        return low
-    done = (step - config.warmup_iters) / (end - config.warmup_iters)
-    return low + 0.5 * (1 + math.cos(math.pi * done)) * (peak - low)
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    if step >= config.lr_decay_iters:
+        return config.min_lr
+    done = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
 
 
 def check_resume(config, saved):
     """Compare a run's saved config with the present one. Raises ValueError naming every setting that must not, or not silently, differ."""
-    now = asdict(config)
-    if config.lr_decay_iters is None and saved.get('lr_decay_iters') is None:  # then max_iters shapes the cosine
-        now['lr_decay_iters'], saved = config.max_iters, {**saved, 'lr_decay_iters': saved['max_iters']}
-    changed = [name for name in now if name in saved and saved[name] != now[name] and name not in FREE]
-    tell = [f'{name} was {saved[name]}, now {now[name]}' for name in changed]
+    changed = [name for name, value in asdict(config).items() if name in saved and saved[name] != value and name not in FREE]
+    tell = [f'{name} was {saved[name]}, now {getattr(config, name)}' for name in changed]
     if any(name in IDENTITY for name in changed):
         raise ValueError(f'{config.out_dir} holds another model: {"; ".join(tell)}. Use the saved settings or another --out_dir')
     if changed and not config.allow_change:
@@ -113,7 +109,7 @@ def check_resume(config, saved):
 
 
 def open_run(config):
-    """Make or check the run folder. Returns the checkpoint to resume from, or None for a fresh run."""
+    """Check the run folder, and empty it where that is asked for. Returns the checkpoint to resume from, or None for a fresh run."""
     held = checkpoint.steps(config.out_dir)
     used = os.path.exists(os.path.join(config.out_dir, 'config.json'))
     if config.init_from == 'resume' or config.init_from == 'auto' and held:
@@ -130,7 +126,6 @@ def open_run(config):
                 shutil.rmtree(path)
             elif os.path.exists(path):
                 os.remove(path)
-    os.makedirs(os.path.join(config.out_dir, 'ckpt'), exist_ok=True)
     return None
 
 
@@ -185,19 +180,21 @@ def resume(found, config, data, model, optimizer, scaler, names, environment):
     if found.step > config.max_iters:
         raise ValueError(f'{config.out_dir} is at step {found.step}, past max_iters={config.max_iters}')
     checkpoint.load_weights(model, found.tensors('model'), found.path)
-    checkpoint.load_optimizer(optimizer, found.tensors('optim'), names)
-    scaler.load_state_dict(found.state['scaler'])
+    if found.step:  # AdamW has no state before its first update
+        checkpoint.load_optimizer(optimizer, found.tensors('optim'), names, found.path)
+    if found.state['scaler']:  # empty where the run did not scale: then a new scaler finds its scale
+        scaler.load_state_dict(found.state['scaler'])
     metrics.rewind(config.out_dir, found.step)
     print(f'resuming {config.out_dir} at step {found.step}')
     return found.step
 
 
-def crash(config, step, loss, norm, lr):
-    """Say what went wrong at which step and leave the last good checkpoint as it is. Returns the exit code."""
-    facts = {'step': step, 'loss': str(loss), 'grad_norm': str(norm), 'learning_rate': lr}
+def crash(config, step, **facts):
+    """Say what is not finite at which step and leave the last good checkpoint as it is. Returns the exit code."""
+    facts = {'step': step, 'learning_rate': learning_rate_at(step, config), **{name: str(value) for name, value in facts.items()}}
     write_json(os.path.join(config.out_dir, 'crash.json'), facts)
     held = checkpoint.steps(config.out_dir)
-    print(f'error: loss {loss}, gradient norm {norm} at step {step} (learning rate {lr:.3g}): stopped before the update. '
+    print(f'error: not finite: {", ".join(f"{name} {value}" for name, value in facts.items())}; stopped, with nothing of it saved. '
           f'The last checkpoint is step {held[-1] if held else "none"}; a lower learning_rate or longer warmup_iters may help',
           file=sys.stderr)
     return EXIT_NONFINITE
@@ -209,15 +206,14 @@ def save(config, step, model, optimizer, scaler, names, data, environment):
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
     except ValueError:
         state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest, 'scaler': scaler.state_dict()}
-        path = checkpoint.save(config.out_dir, step, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors(optimizer, names),
-                               state, environment)
-        checkpoint.verify(path)
+        checkpoint.save(config.out_dir, step, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors(optimizer, names),
+                        state, environment)
     evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
     held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
     if held:
         best = min(held, key=evals.get)
         checkpoint.mark_best(config.out_dir, best, evals[best])
-    checkpoint.prune(config.out_dir, config.keep_checkpoints)
+    checkpoint.prune(config.out_dir, step, config.keep_checkpoints)
 
 
 def describe(config, model, data, reasons):
@@ -253,10 +249,13 @@ def main(argv=None):
     if config.vocab_size not in (GPTConfig.vocab_size, data.vocab_size):
         raise ValueError(f'vocab_size={config.vocab_size} does not fit data/{config.dataset}, which has {data.vocab_size}: leave it out')
     config.vocab_size = data.vocab_size
+    config.lr_decay_iters = config.lr_decay_iters or config.max_iters
+    config.min_lr = config.learning_rate / 10 if config.min_lr is None else config.min_lr
 
     device_name, why_device = device.resolve_device(config.device)
     dtype, why_dtype = device.resolve_dtype(config.dtype, device_name, config.n_embd)
     autocast = device.autocast(device_name, dtype)
+    lock = lock_folder(config.out_dir, 'trained')  # noqa: F841 (held until the process ends)
     resumed = open_run(config)
     caught = catch_signals()
 
@@ -273,11 +272,11 @@ def main(argv=None):
     if resumed:
         step = resume(resumed, config, data, model, optimizer, scaler, names, environment)
     write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
-    wandb_run = metrics.start_wandb(config.wandb, config.wandb_project, config.out_dir, asdict(config))
+    wandb = metrics.start_wandb(config.wandb, config.wandb_project, config.out_dir, asdict(config))
 
     def record(event, **values):
         metrics.append(config.out_dir, {'event': event, 'step': step, **values})
-        metrics.log_wandb(wandb_run, event, step, values)
+        wandb('log', {f'{event}/{name}': value for name, value in values.items()}, step)
 
     def score(max_tokens=None):
         return evaluate(model, data.val, data.tokenizer.byte_lengths(), block_size=config.block_size, autocast=autocast,
@@ -293,15 +292,21 @@ def main(argv=None):
     while True:
         # once in a while: evaluate, save, stop
         last = step >= config.max_iters
-        if (last or step % config.eval_interval == 0) and not evaluated:
+        evaluating = (last or step % config.eval_interval == 0) and not evaluated
+        saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
+        if (evaluating or saving or caught) and not all(p.isfinite().all() for p in names):
+            bar.close()
+            return crash(config, step, weights='nan or inf')
+        if evaluating:
             result = score(config.eval_tokens)
             if result:
                 record('eval', loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
                 bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
                 evaluated = True
-        if step and (last or caught or step % (config.checkpoint_interval or config.eval_interval) == 0):
+        stopping = last or bool(caught)  # asked once, so that whoever stops has saved
+        if saving or stopping:
             save(config, step, model, optimizer, scaler, names, data, environment)
-        if caught or last:
+        if stopping:
             break
 
         # one update
@@ -310,14 +315,14 @@ def main(argv=None):
         loss, norm = update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast)
         if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
             bar.close()
-            return crash(config, step, loss, norm, lr)
+            return crash(config, step, loss=loss, grad_norm=norm)
         took = time.perf_counter() - started
         seconds = took if seconds is None else 0.9 * seconds + 0.1 * took
         if step % config.log_interval == 0 or step + 1 == config.max_iters:
             record('train', loss=loss, lr=lr, grad_norm=norm, tokens_per_s=update_tokens / took)
         step, evaluated = step + 1, False
         mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak:.1%}' if peak else ''
-        left = time.strftime('%H:%M:%S', time.gmtime((config.max_iters - step) * seconds))
+        left = bar.format_interval((config.max_iters - step) * seconds)
         bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
         bar.update()
     bar.close()
@@ -327,9 +332,11 @@ def main(argv=None):
             record('final', **{key: final[key] for key in ('loss', 'stderr', 'tokens', 'bits_per_byte')})
             print(f'{config.out_dir}: validation loss {final["loss"]:.4f} ± {final["stderr"]:.4f} on all {final["tokens"]:,} tokens, '
                   f'{final["bits_per_byte"]:.4f} bits a byte')
-    plots.loss_curves([config.out_dir], os.path.join(config.out_dir, 'loss.png'))
-    if wandb_run:
-        wandb_run.finish()
+    try:
+        plots.loss_curves([config.out_dir], os.path.join(config.out_dir, 'loss.png'))
+    except Exception as error:  # matplotlib is missing or broken: the run is none the worse
+        print(f'warning: no loss.png: {error}', file=sys.stderr)
+    wandb('finish')
     if caught:
         print(f'{caught[0]}: saved at step {step}; go on with the same command and --init_from=resume', file=sys.stderr)
         return EXIT_STOPPED

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
-from nanope.files import sha256, sync, write_json
+from nanope.files import read_json, sha256, sync, write_json
 from nanope.tokenizer import from_json
 
 FORMAT = 1
@@ -56,18 +56,14 @@ def step_folder(run, step):
 def save(run, step, model, optim, state, environment):
     """Write the checkpoint of `step`: model and optim are dicts of tensors, state and environment plain values. Returns its folder.
 
-    Raises OSError naming the file and its size where it cannot be written; the checkpoints before are untouched then."""
-    target, temporary = step_folder(run, step), os.path.join(run, 'ckpt', f'.tmp-{step}-{os.getpid()}')
-    os.makedirs(temporary, exist_ok=True)
+    Raises OSError naming the folder and its size where it cannot be written; the checkpoints before are untouched then."""
+    target, temporary = step_folder(run, step), os.path.join(run, 'ckpt', f'.tmp-step_{step:08d}')
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed save of the same step
     try:
+        os.makedirs(temporary)
         for name, tensors in (('model', model), ('optim', optim)):
             path = os.path.join(temporary, f'{name}.safetensors')
-            try:
-                save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
-            except SafetensorError as error:
-                n_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-                raise OSError(f'could not write {target}/{name}.safetensors ({n_bytes:,} bytes): {error}; '
-                              'free some space and resume: the checkpoints before this one are intact') from None
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
             sync(path)
         write_json(os.path.join(temporary, 'state.json'), {'format': FORMAT, 'step': step, **state})
         listing = {name: {'bytes': os.path.getsize(os.path.join(temporary, name)), 'sha256': sha256(os.path.join(temporary, name))}
@@ -79,18 +75,23 @@ def save(run, step, model, optim, state, environment):
             shutil.rmtree(target)
         os.rename(temporary, target)
         sync(os.path.dirname(target))
-    except BaseException:
+    except (SafetensorError, OSError) as error:
+        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.values(), *optim.values()))
+        raise OSError(f'could not write {target} ({n_bytes:,} bytes): {error}; '
+                      'free some space and resume: the checkpoints before this one are intact') from None
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return target
 
 
-def prune(run, keep):
-    """Remove all checkpoints but the newest `keep` and the best, and what a killed save left over. Call it after a save."""
-    kept = set(steps(run)[-keep:]) | {best_step(run)}
-    for step in steps(run):
-        if step not in kept:
-            shutil.rmtree(step_folder(run, step))
+def prune(run, step, keep):
+    """After the save of `step`: remove all checkpoints but the newest `keep` and the best, and what a killed save left over.
+
+    Checkpoints beyond `step` go too: the run would have gone on from them if they were whole."""
+    mine = [number for number in steps(run) if number <= step]
+    kept = {*mine[-keep:], *(number for number in mine if number == best_step(run))}
+    for number in set(steps(run)) - kept:
+        shutil.rmtree(step_folder(run, number))
     for name in os.listdir(os.path.join(run, 'ckpt')):
         if name.startswith('.tmp-'):
             shutil.rmtree(os.path.join(run, 'ckpt', name), ignore_errors=True)
@@ -112,22 +113,14 @@ def steps(run):
 def best_step(run):
     """The step that best.json names, or None."""
     try:
-        with open(os.path.join(run, 'ckpt', 'best.json'), encoding='utf-8') as file:
-            step = json.load(file)['step']
-            return step if isinstance(step, int) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        step = read_json(os.path.join(run, 'ckpt', 'best.json')).get('step')
+    except (OSError, ValueError):
         return None
+    return step if isinstance(step, int) else None
 
 
-def read_json(path):
-    try:
-        with open(path, encoding='utf-8') as file:
-            content = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f'{path} is not JSON ({error})') from None
-    if not isinstance(content, dict):
-        raise ValueError(f'{path} is not a JSON object')
-    return content
+class NewerFormat(ValueError):
+    """Nothing is damaged, so to fall back to an older checkpoint would lose work."""
 
 
 def verify(path):
@@ -136,10 +129,10 @@ def verify(path):
     if not os.path.exists(manifest_path):
         raise ValueError(f'{manifest_path} is missing')
     manifest = read_json(manifest_path)
-    if isinstance(manifest.get('format'), int) and manifest['format'] > FORMAT:
-        raise ValueError(f'{path} was written by a newer nanoPE (format {manifest["format"]}, this one reads {FORMAT}): update nanoPE')
     if manifest.get('digest') != seal(manifest):
         raise ValueError(f'{manifest_path} is damaged (its digest does not match)')
+    if manifest['format'] > FORMAT:
+        raise NewerFormat(f'{path} was written by a newer nanoPE (format {manifest["format"]}, this one reads {FORMAT}): update nanoPE')
     for name in FILES:
         file, expected = os.path.join(path, name), manifest['files'][name]
         if not os.path.exists(file):
@@ -165,12 +158,14 @@ def load(run, step='latest'):
     for number in reversed(there):
         try:
             checkpoint = verify(step_folder(run, number))
+        except NewerFormat:
+            raise
         except ValueError as error:
             problems.append(str(error))
-            continue
-        for problem in problems:
-            print(f'warning: {problem}; falling back to step {number}', file=sys.stderr)
-        return checkpoint
+        else:
+            for problem in problems:
+                print(f'warning: {problem}; falling back to step {number}', file=sys.stderr)
+            return checkpoint
     raise ValueError(f'no checkpoint of {run} can be read: ' + '; '.join(problems))
 
 
@@ -180,18 +175,23 @@ def model_config(checkpoint):
     return GPTConfig(**{key: value for key, value in checkpoint.state['config'].items() if key in names})
 
 
+def check_fit(shapes, tensors, where):
+    """Raises one ValueError listing where tensors (dict) differ from shapes (dict) in names or shapes."""
+    found = [f'{name} is missing' for name in shapes if name not in tensors]
+    found += [f'{name} is not in the model' for name in tensors if name not in shapes]
+    found += [f'{name} has shape {tuple(tensors[name].shape)} instead of {tuple(shape)}'
+              for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
+    if found:
+        raise ValueError(f'{where} does not fit the model: ' + '; '.join(found[:10]) + (f' and {len(found) - 10} more' if found[10:] else ''))
+
+
+@torch.no_grad()
 def load_weights(model, tensors, where):
     """Copy tensors (dict by parameter name) into model: all of them or, where names or shapes differ, none and one ValueError."""
     own = dict(model.named_parameters())
-    found = [f'{name} is missing' for name in own if name not in tensors]
-    found += [f'{name} is not in the model' for name in tensors if name not in own]
-    found += [f'{name} has shape {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}'
-              for name in own if name in tensors and tensors[name].shape != own[name].shape]
-    if found:
-        raise ValueError(f'{where} does not fit the model: ' + '; '.join(found[:10]) + (f' and {len(found) - 10} more' if found[10:] else ''))
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
+    check_fit({name: parameter.shape for name, parameter in own.items()}, tensors, where)
+    for name, parameter in own.items():
+        parameter.copy_(tensors[name])
 
 
 def optimizer_tensors(optimizer, names):
@@ -199,13 +199,15 @@ def optimizer_tensors(optimizer, names):
     return {f'{key}.{names[p]}': tensor for p, state in optimizer.state.items() for key, tensor in state.items()}
 
 
-def load_optimizer(optimizer, tensors, names):
-    """Put back what optimizer_tensors gave; `step` stays on the CPU unless the optimizer is fused."""
-    for group in optimizer.param_groups:
-        for p in group['params']:
-            moments = {key: tensors[f'{key}.{names[p]}'].to(p.device) for key in ('exp_avg', 'exp_avg_sq')}
-            step = tensors[f'step.{names[p]}']
-            optimizer.state[p] = {'step': step.to(p.device) if group['fused'] else step, **moments}
+def load_optimizer(optimizer, tensors, names, where):
+    """Put back what optimizer_tensors gave: all or, where names or shapes differ, nothing and one ValueError."""
+    moments = ('exp_avg', 'exp_avg_sq')
+    shapes = {f'{key}.{name}': p.shape for key in moments for p, name in names.items()}
+    check_fit(shapes | {f'step.{name}': torch.Size() for name in names.values()}, tensors, where)
+    for p, name in names.items():
+        step = tensors[f'step.{name}']  # AdamW counts on the CPU unless it is fused
+        optimizer.state[p] = {'step': step.to(p.device) if optimizer.defaults['fused'] else step,
+                              **{key: tensors[f'{key}.{name}'].to(p.device) for key in moments}}
 
 
 def load_model(run, step='latest', device='cpu'):

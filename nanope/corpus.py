@@ -7,12 +7,12 @@ from pathlib import Path
 BATCH = 2**20  # characters that a batch has, at least (the last one excepted): work for a fraction of a second
 
 # The parquet files of sets on the hub, never code of theirs; the sizes are about those of their cards.
-HubSet = namedtuple('HubSet', 'repo files documents text_bytes tokens')
+HubSet = namedtuple('HubSet', 'repo files documents characters tokens')
 HUB = {
     'openwebtext': HubSet('Skylion007/openwebtext', '@refs/convert/parquet/plain_text/*train/*.parquet',
-                          documents=8_013_769, text_bytes=39.8e9, tokens=9.0e9),
+                          documents=8_013_769, characters=39.8e9, tokens=9.0e9),
     'fineweb_edu': HubSet('HuggingFaceFW/fineweb-edu', '/sample/10BT/*.parquet',
-                          documents=9_672_101, text_bytes=47e9, tokens=10e9),
+                          documents=9_672_101, characters=47e9, tokens=10e9),
 }
 
 # texts: [str, ...], none empty; empty: how many documents were left out because they are; place: where to go on after
@@ -68,9 +68,8 @@ def open_batches(files, column='text', max_documents=None, place=None):
 def divide(batches, split, seed, index):
     """Batches -> (pieces, documents, empty, place) for write_parts() of writer.py; `index` documents went before.
 
-    split: (every, cut) holds out one document in `every`, or else what follows the first `cut` characters.
-
-    The document that is cut in two has no separator at the cut, where it does not end."""
+    split: (every, None) holds out one document in `every`, (None, cut) what follows the first `cut` characters; the
+    document that is cut in two has no separator at the cut, where it does not end."""
     (every, cut), seen = split, 0
     for texts, empty, place in batches:
         pieces = []
@@ -80,7 +79,7 @@ def divide(batches, split, seed, index):
                 pieces.append(('val' if held_out else 'train', text, True))
             else:
                 head, tail = text[:max(cut - seen, 0)], text[max(cut - seen, 0):]
-                pieces += [('train', head, not tail)] * bool(head) + [('val', tail, True)] * bool(tail)
+                pieces += [piece for piece in (('train', head, not tail), ('val', tail, True)) if piece[1]]
             seen += len(text)
             index += 1
         yield pieces, len(texts), empty, place
@@ -126,6 +125,7 @@ def read_parquet(files, column, place):
     import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     datasets.disable_progress_bars()
+    datasets.config.TORCH_AVAILABLE = False  # else it imports torch, which takes seconds, for loaders of torch's
     for file in [file for file in files if not file.startswith('hf://')]:
         check_parquet(file, column)
     try:

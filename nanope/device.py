@@ -26,10 +26,16 @@ def resolve_device(device):
             return 'mps', 'Apple GPU (best effort)'
         return 'cpu', 'no CUDA device was found'
     try:
+        if torch.device(device).type not in ('cpu', 'cuda', 'mps'):
+            raise RuntimeError('only cpu, cuda and mps are known')
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f'device={device} cannot be used ({str(error).splitlines()[0]}); try --device=cpu') from None
+        raise ValueError(f'device={device} cannot be used ({first_line(error)}); try --device=cpu') from None
     return device, 'as asked'
+
+
+def first_line(error):
+    return str(error).strip().partition('\n')[0]
 
 
 def resolve_dtype(dtype, device, n_embd):
@@ -72,14 +78,15 @@ def compile_model(model, compile, batch_size, device, autocast):
         with autocast():
             loss = compiled(rows, rows)
         loss.backward()
-        model.zero_grad(set_to_none=True)
         return compiled, True, reason
     except Exception as error:  # whatever the compiler's many parts may raise
-        what = f'torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]})'
+        what = f'torch.compile failed ({type(error).__name__}: {first_line(error)})'
         if compile is True:
             raise ValueError(f'{what}; --compile=false trains without it') from error
         print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
         return model, False, 'it failed, see the warning'
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def autocast(device, dtype):

@@ -45,7 +45,7 @@ def evaluate(model, file, byte_lengths, *, block_size, autocast, batch_size=16, 
             rows = file.rows(starts[i:i + batch_size], block_size + 1)
             with autocast():
                 loss = model(rows[:, :-1].to(device), rows[:, 1:].to(device), reduction='none')  # (B, T)
-            losses.append(loss.double().cpu().numpy())
+            losses.append(loss.cpu().double().numpy())
             counted = np.arange(block_size) >= first[i:i + batch_size, None]
             n_bytes += int(byte_lengths[rows[:, 1:].numpy()][counted].sum())
     finally:

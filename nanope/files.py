@@ -3,10 +3,23 @@ import hashlib
 import json
 import os
 
+from filelock import FileLock, Timeout
+
 
 def sha256(path):
     with open(path, 'rb') as file:
         return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def lock_folder(folder, doing):
+    """Make a folder ours until the returned lock is let go or this process ends, however it ends. Raises ValueError where another has it."""
+    os.makedirs(folder, exist_ok=True)
+    lock = FileLock(os.path.join(folder, '.lock'))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f'{folder} is being {doing} by another process: wait for it, or use another folder') from None
+    return lock
 
 
 def sync(path):
@@ -18,6 +31,18 @@ def sync(path):
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_json(path):
+    """The JSON object (dict) that a file holds. Raises ValueError, naming the file, where it holds anything else."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            content = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{path} is not JSON ({type(error).__name__}: {error})') from None
+    if not isinstance(content, dict):
+        raise ValueError(f'{path} is not a JSON object')
+    return content
 
 
 def write_json(path, content):

@@ -9,6 +9,7 @@ import os
 import numpy as np
 import torch
 
+from nanope.files import read_json, sha256
 from nanope.tokenizer import from_json
 
 FORMAT = 1
@@ -27,7 +28,10 @@ class TokenFile:
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts):
             self.file.seek(int(start) * self.dtype.itemsize)
-            row[:] = np.frombuffer(self.file.read(length * self.dtype.itemsize), dtype=self.dtype)
+            data = self.file.read(length * self.dtype.itemsize)
+            if len(data) < length * self.dtype.itemsize:
+                raise ValueError(f'{self.path} has become shorter since it was opened; prepare the data again')
+            row[:] = np.frombuffer(data, dtype=self.dtype)
         if out.max(initial=0) >= self.vocab_size:  # on CUDA this would be a device assert, far from its cause
             raise ValueError(f'{self.path}: token id {out.max()} is outside the vocabulary of {self.vocab_size}; prepare the data again')
         return torch.from_numpy(out)
@@ -43,47 +47,48 @@ class TokenFile:
 
 
 class Data:
-    """An opened data folder: meta (dict), tokenizer, vocab_size, digest (hex, of both files), train and val (TokenFile)."""
+    """An opened data folder: meta (dict), tokenizer, vocab_size, digest (hex, of tokenizer and files), train and val (TokenFile)."""
 
     def __init__(self, folder):
-        again = f'run: python prepare.py {os.path.basename(os.path.normpath(folder))}'
         path = os.path.join(folder, 'meta.json')
-        if not os.path.exists(path):
-            raise ValueError(f'{folder} holds no prepared data (no meta.json); {again}')
         try:
-            with open(path, encoding='utf-8') as file:
-                self.meta = json.load(file)
+            if not os.path.exists(path):
+                raise ValueError(f'{folder} holds no prepared data (no meta.json)')
+            self.meta = read_json(path)
             if self.meta['format'] != FORMAT:
-                raise ValueError(f'{path}: format {self.meta["format"]}, this version reads format {FORMAT}; {again}')
+                raise ValueError(f'{path}: format {self.meta["format"]}, this version reads format {FORMAT}')
             if self.meta['dtype'] not in ('uint16', 'uint32'):
-                raise ValueError(f'{path}: dtype {self.meta["dtype"]!r} is neither uint16 nor uint32; {again}')
+                raise ValueError(f'{path}: dtype {self.meta["dtype"]!r} is neither uint16 nor uint32')
             self.tokenizer = from_json(self.meta['tokenizer'])
-            self.vocab_size = self.meta['vocab_size']
-            if self.vocab_size != self.tokenizer.vocab_size:
-                raise ValueError(f'{path}: vocab_size {self.vocab_size}, but its tokenizer has {self.tokenizer.vocab_size}; {again}')
-            self.train, self.val = (self.open_split(folder, split, again) for split in ('train', 'val'))
-            self.digest = hashlib.sha256((self.meta['train']['sha256'] + self.meta['val']['sha256']).encode()).hexdigest()
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f'{path} is not a meta.json of nanoPE ({type(error).__name__}: {error}); {again}') from None
+            self.vocab_size = self.tokenizer.vocab_size
+            if self.meta['vocab_size'] != self.vocab_size:
+                raise ValueError(f'{path}: vocab_size {self.meta["vocab_size"]}, but its tokenizer has {self.vocab_size}')
+            self.train, self.val = (self.open_split(folder, split) for split in ('train', 'val'))
+            identity = [self.meta['tokenizer'], self.meta['train']['sha256'], self.meta['val']['sha256']]
+            self.digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = error if isinstance(error, ValueError) else f'{path} is not a meta.json of nanoPE ({type(error).__name__}: {error})'
+            raise ValueError(f'{what}; run: python prepare.py {os.path.basename(os.path.normpath(folder))}') from None
 
-    def open_split(self, folder, split, again):
-        expected, path = self.meta[split], os.path.join(folder, f'{split}.bin')
+    def open_split(self, folder, split):
+        path = os.path.join(folder, f'{split}.bin')
+        tokens, max_id, digest = (self.meta[split][key] for key in ('tokens', 'max_id', 'sha256'))
+        if type(tokens) is not int or type(max_id) is not int:
+            raise TypeError(f'tokens and max_id of {split} must be whole numbers')
         if not os.path.exists(path):
-            raise ValueError(f'{path} is missing; {again}')
+            raise ValueError(f'{path} is missing')
         size, itemsize = os.path.getsize(path), np.dtype(self.meta['dtype']).itemsize
-        if size != expected['tokens'] * itemsize:
-            raise ValueError(f'{path} has {size:,} bytes, meta.json says {expected["tokens"]:,} tokens of {itemsize} bytes; {again}')
-        if expected['max_id'] >= self.vocab_size:
-            raise ValueError(f'{path} holds token id {expected["max_id"]}, the vocabulary has {self.vocab_size}; {again}')
-        if size <= CHECK_BYTES:
-            with open(path, 'rb') as file:
-                if hashlib.file_digest(file, 'sha256').hexdigest() != expected['sha256']:
-                    raise ValueError(f'{path} was changed since it was prepared (its sha256 is not the one in meta.json); {again}')
-        return TokenFile(path, self.meta['dtype'], expected['tokens'], self.vocab_size)
+        if size != tokens * itemsize:
+            raise ValueError(f'{path} has {size:,} bytes, meta.json says {tokens:,} tokens of {itemsize} bytes')
+        if max_id >= self.vocab_size:
+            raise ValueError(f'{path} holds token id {max_id}, the vocabulary has {self.vocab_size}')
+        if size <= CHECK_BYTES and sha256(path) != digest:
+            raise ValueError(f'{path} was changed since it was prepared (its sha256 is not the one in meta.json)')
+        return TokenFile(path, self.meta['dtype'], tokens, self.vocab_size)
 
     def check_length(self, block_size):
         """Raises ValueError where a split is too short for one row of block_size inputs and their targets."""
-        for split in (self.train, self.val):
-            if split.tokens < block_size + 1:
-                raise ValueError(f'{split.path} has {split.tokens} tokens, block_size={block_size} needs at least {block_size + 1}: '
-                                 f'use more text or --block_size={max(split.tokens - 1, 1)}')
+        short = min(self.train, self.val, key=lambda split: split.tokens)
+        if short.tokens <= block_size:
+            raise ValueError(f'{short.path} has {short.tokens} tokens, block_size={block_size} needs at least {block_size + 1}: '
+                             'use more text' + (f' or --block_size={short.tokens - 1}' if short.tokens > 1 else ''))

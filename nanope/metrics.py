@@ -22,7 +22,7 @@ def read(run):
                 record = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and isinstance(record.get('step'), int):
+            if isinstance(record, dict) and isinstance(record.get('step'), int) and 'event' in record:
                 records.append(record)
     return records
 
@@ -37,21 +37,24 @@ def rewind(run, step):
 
 
 def start_wandb(mode, project, run, config):
-    """The wandb run that mirrors metrics.jsonl, or None. Training never depends on it: what fails is a warning."""
-    if mode == 'off':
-        return None
-    try:
-        import wandb
-        return wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config,
-                          settings=wandb.Settings(init_timeout=30))
-    except Exception as error:
-        print(f'warning: no wandb: {error}; training goes on, metrics.jsonl has everything', file=sys.stderr)
-        return None
+    """Mirror metrics to Weights & Biases: returns a function (method, *values) that calls the wandb run where there is one.
 
+    Training never depends on it: the first failure is a warning, and the end of the mirror."""
+    runs = []
 
-def log_wandb(wandb_run, event, step, values):
-    if wandb_run:
+    def call(method, *values):
         try:
-            wandb_run.log({f'{event}/{name}': value for name, value in values.items()}, step=step)
+            for each in runs:
+                getattr(each, method)(*values)
         except Exception as error:
-            print(f'warning: wandb: {error}; metrics.jsonl has everything', file=sys.stderr)
+            runs.clear()
+            print(f'warning: wandb: {error}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+
+    if mode != 'off':
+        try:
+            import wandb
+            runs.append(wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config,
+                                   settings=wandb.Settings(init_timeout=30)))
+        except Exception as error:
+            print(f'warning: no wandb: {error}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+    return call

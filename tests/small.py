@@ -8,7 +8,7 @@ SCHEMES = ('learned', 'sinusoidal', 'rope', 'none')
 
 
 def build(wpe, std=0.15, **settings):
-    """A small model in eval mode. std: redraw all parameters, so large that a mistake shows; None: leave them as built."""
+    """A small model in eval mode. std: redraw all parameters, so wide that a mistake shows. None: as built."""
     config = dict(block_size=32, vocab_size=101, n_layer=3, n_head=4, n_embd=48, wpe_scale=0.3, wpe=wpe)
     model, generator = GPT(GPTConfig(**{**config, **settings})).eval(), torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -18,7 +18,7 @@ def as_gpt2(tensors, config):
 
 
 def as_neox(tensors, config):
-    """Our tensors under the names of GPTNeoXForCausalLM. It stacks c_attn as heads x (q, k, v), not (q, k, v) x heads."""
+    """Our tensors under the names of GPTNeoXForCausalLM. It stacks c_attn as heads x (q, k, v), we (q, k, v) x heads."""
     renamed = {'transformer.wte': 'gpt_neox.embed_in', 'transformer.h': 'gpt_neox.layers',
                'transformer.ln_f': 'gpt_neox.final_layer_norm',
                'ln_1': 'input_layernorm', 'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense',
