@@ -1,7 +1,7 @@
 """GPT-2 in one file, with a selectable position scheme.
 
 The model is GPT-2 (Radford et al. 2019): pre-norm blocks, tied input and output embeddings, tanh GELU. What can be chosen is how it
-learns where a token stands: `wpe = 'learned' | 'sinusoidal' | 'rope' | 'none'`. The scheme touches the model in three places, marked
+learns where a token stands: `wpe = 'learned' | 'sinusoidal' | 'rope' | 'none' | 'alibi'`. The scheme touches the model in three places, marked
 "position scheme 1/3" to "3/3" below; everything else is the same code and, at the same seed, the same weights.
 
 This file needs torch alone and can be copied out on its own.
@@ -27,12 +27,22 @@ class GPTConfig:
     n_embd: int = 768           # width
     dropout: float = 0.0        # 0 for pretraining, 0.1 to 0.2 when the data is seen many times
     bias: bool = True           # biases in Linear and LayerNorm, as GPT-2 has them; False is a little faster
-    wpe: Literal['learned', 'sinusoidal', 'rope', 'none'] = 'learned'  # position scheme
+    wpe: Literal['learned', 'sinusoidal', 'rope', 'none', 'alibi'] = 'learned'  # position scheme
     wpe_std: float = 0.02       # learned: initial std of the table (0.02 in Hugging Face and nanoGPT; OpenAI's code used 0.01)
     # A unit sinusoid has RMS 0.71 and would bury token embeddings of std 0.02: 99.9 % of the sum would be position. 0.02*sqrt(2)
     # gives it RMS 0.02, the amplitude at which a learned table starts.
     wpe_scale: float = 0.02 * math.sqrt(2)  # sinusoidal: amplitude of the table (1.0 = as in "Attention is all you need")
+    sinusoidal_factor: float = 1.0  # sinusoidal: positions are divided by this (position interpolation)
     rope_base: float = 10000.0  # rope: wavelengths run from 2*pi to 2*pi*base tokens
+    # how rope goes past the length it was trained at; extend.py sets these
+    rope_scaling: Literal['none', 'linear', 'ntk', 'dynamic', 'yarn', 'llama3'] = 'none'
+    rope_factor: float = 1.0    # how many times longer; 1 is plain rope whatever the method
+    rope_trained: int | None = None  # tokens of context before scaling; none = block_size
+    yarn_beta_fast: float = 32.0  # yarn: pairs that turn more often than this within rope_trained are left alone
+    yarn_beta_slow: float = 1.0   # yarn: pairs that turn less often than this are interpolated
+    yarn_attention: float | None = None  # yarn: cos and sin are multiplied by this; none = 0.1 ln(rope_factor) + 1
+    llama3_low: float = 1.0     # llama3: as yarn_beta_slow
+    llama3_high: float = 4.0    # llama3: as yarn_beta_fast
 
     def problems(self):
         """What is wrong with these settings: one sentence each, naming the field, its value and what would be right."""
@@ -47,6 +57,16 @@ class GPTConfig:
                 found.append(f'{name}={getattr(self, name)} must not be negative')
         if self.rope_base <= 1:
             found.append(f'rope_base={self.rope_base} must be above 1 (10000 is usual)')
+        for name in ('sinusoidal_factor', 'rope_factor'):
+            if getattr(self, name) < 1:
+                found.append(f'{name}={getattr(self, name)} must be at least 1')
+        if self.rope_trained is not None and not 1 <= self.rope_trained <= self.block_size:
+            found.append(f'rope_trained={self.rope_trained} must be 1 to block_size={self.block_size}')
+        for low, high in (('yarn_beta_slow', 'yarn_beta_fast'), ('llama3_low', 'llama3_high')):
+            if not 0 < getattr(self, low) < getattr(self, high):
+                found.append(f'{low}={getattr(self, low)} must be above 0 and below {high}={getattr(self, high)}')
+        if self.yarn_attention is not None and self.yarn_attention <= 0:
+            found.append(f'yarn_attention={self.yarn_attention} must be above 0')
         if self.n_head >= 1 and self.n_embd >= 1:
             step = self.n_head * (2 if self.wpe == 'rope' else 1)
             if self.n_embd % step:
@@ -68,11 +88,11 @@ class GPTConfig:
 
 # ---- position tables: pure functions of the positions, computed in float64 on the CPU and rounded once to float32 -------------------
 
-def sinusoidal_table(start, end, n_embd):
+def sinusoidal_table(start, end, n_embd, factor=1.0):
     """Rows start..end-1 of the interleaved table of Vaswani et al. 2017, section 3.5: sin in even columns, cos in odd ones.
 
-    Returns float32 (end-start, n_embd), amplitude 1. An odd width has one cosine column less."""
-    position = torch.arange(start, end, dtype=torch.float64, device='cpu')
+    Returns float32 (end-start, n_embd), amplitude 1, positions divided by factor. An odd width has one cosine column less."""
+    position = torch.arange(start, end, dtype=torch.float64, device='cpu') / factor
     frequency = 10000.0 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64, device='cpu') / n_embd)
     angle = position[:, None] * frequency                        # (T, ceil(C/2))
     table = torch.empty(end - start, n_embd, dtype=torch.float32, device='cpu')
@@ -81,14 +101,53 @@ def sinusoidal_table(start, end, n_embd):
     return table
 
 
-def rope_table(start, end, head_size, base):
+def rope_frequencies(config, length):
+    """Radians a token by which each of the D/2 pairs of a head turns, float64, and the factor on cos and sin (1 but for yarn).
+
+    Scaling slows the pairs down so that rope_factor times as many tokens stay within the angles seen in training:
+    linear (Chen et al. 2023) all alike; ntk (bloc97 2023) by a larger base: the fastest not at all, the slowest by the whole factor;
+    dynamic the same, by how far `length`, that of the sequence at hand, exceeds rope_trained; yarn (Peng et al. 2024) and llama3 (Dubey
+    et al. 2024) by how often a pair turns within rope_trained: often, not at all; hardly once, by the factor; a ramp between."""
+    size, factor, trained = config.n_embd // config.n_head, config.rope_factor, config.rope_trained or config.block_size
+    base, pair = config.rope_base, torch.arange(0, size, 2, dtype=torch.float64, device='cpu')
+    if factor == 1 or config.rope_scaling == 'none':
+        return base ** (-pair / size), 1.0
+    if config.rope_scaling == 'dynamic':
+        factor = max(1.0, factor * length / trained - (factor - 1))
+    if config.rope_scaling in ('ntk', 'dynamic'):
+        return (base * factor ** (size / max(size - 2, 1))) ** (-pair / size), 1.0
+    frequency = base ** (-pair / size)
+    if config.rope_scaling == 'linear':
+        return frequency / factor, 1.0
+    turns = trained * frequency / (2 * math.pi)                  # within the trained length
+    if config.rope_scaling == 'llama3':
+        keep = ((turns - config.llama3_low) / (config.llama3_high - config.llama3_low)).clamp(0, 1)
+        return keep * frequency + (1 - keep) * frequency / factor, 1.0
+    # yarn: the ramp is linear in the index of the pair, between those that turn beta_fast and beta_slow times, as in the authors' code
+    low, high = (size * math.log(trained / (beta * 2 * math.pi)) / (2 * math.log(base))
+                 for beta in (config.yarn_beta_fast, config.yarn_beta_slow))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+    interpolate = ((pair / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
+    attention = 0.1 * math.log(factor) + 1 if config.yarn_attention is None else config.yarn_attention
+    return interpolate * frequency / factor + (1 - interpolate) * frequency, attention
+
+
+def rope_table(start, end, frequency, attention=1.0):
     """cos and sin of the angles by which RoPE (Su et al. 2021) turns the pairs of a head at positions start..end-1.
 
-    Returns float32 (2, end-start, head_size/2): cos, then sin."""
+    Returns float32 (2, end-start, D/2): cos, then sin, both times `attention`."""
     position = torch.arange(start, end, dtype=torch.float64, device='cpu')
-    frequency = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64, device='cpu') / head_size)
     angle = position[:, None] * frequency                        # (T, D/2)
-    return torch.stack((angle.cos(), angle.sin())).float()
+    return (torch.stack((angle.cos(), angle.sin())) * attention).float()
+
+
+def alibi_slopes(n_head):
+    """Slopes of ALiBi (Press et al. 2022), float32 (H,): 2^(-8k/n) for n a power of two; else those of the power below, and every
+    second one of the power above for the heads that are left."""
+    power = 2 ** math.floor(math.log2(n_head))
+    slopes = [2.0 ** (-8 * k / power) for k in range(1, power + 1)]
+    slopes += [2.0 ** (-4 * k / power) for k in range(1, 2 * power + 1, 2)][:n_head - power]
+    return torch.tensor(slopes, dtype=torch.float32, device='cpu')
 
 
 def rotate(x, cos, sin):
@@ -124,6 +183,12 @@ class KVCache:
         retained = min(self.position + T, self.capacity)
         return self.keys[layer][:, :, :retained], self.values[layer][:, :, :retained]
 
+    def key_positions(self, T, device):
+        """The positions of what append() returns for T tokens, int64 (<=capacity,)."""
+        end = self.position + T
+        slot = torch.arange(min(end, self.capacity), device=device)
+        return end - 1 - (end - 1 - slot) % self.capacity
+
 
 class CausalSelfAttention(nn.Module):
 
@@ -134,17 +199,17 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, cache=None):
+    def forward(self, x, rope=None, bias=None, cache=None):
         B, T, C = x.size()
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.unbind(2)                                   # (B, T, H, D) each
-        if rope is not None:                                      # position scheme 3/3: queries and keys turn, values never
+        if rope is not None:                                      # position scheme 3/3, rope: queries and keys turn, values never
             q, k = rotate(qkv[:, :, :2], *rope).unbind(2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                 # (B, H, S, D), S >= T
-        mask = None
-        if 1 < T < k.size(2):  # a chunk after a prefix: is_causal aligns to the top left, so the lower-right mask is written out
+        mask = None if bias is None else bias.to(q.dtype)         # position scheme 3/3, alibi: scores fall with distance
+        if mask is None and 1 < T < k.size(2):  # a chunk after a prefix: is_causal aligns top left, so the lower-right mask is written out
             mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
                                            dropout_p=self.dropout if self.training else 0.0)
@@ -174,8 +239,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope=None, cache=None):
-        x = x + self.attn(self.ln_1(x), rope, cache)
+    def forward(self, x, rope=None, bias=None, cache=None):
+        x = x + self.attn(self.ln_1(x), rope, bias, cache)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -209,16 +274,16 @@ class GPT(nn.Module):
             self.init_weights(seed)
 
     def build_tables(self):
-        """The fixed tables of 'sinusoidal' and 'rope': float32 buffers on the weights' device, never stored in a checkpoint."""
-        if self.config.wpe in ('sinusoidal', 'rope'):
-            table = self.compute_table(0, self.config.block_size)
+        """The fixed tables of 'sinusoidal', 'rope', 'alibi': float32 buffers on the weights' device, never stored in a checkpoint."""
+        if self.config.wpe in ('sinusoidal', 'rope', 'alibi'):
+            table = alibi_slopes(self.config.n_head) if self.config.wpe == 'alibi' else self.compute_table(0, self.config.block_size)
             self.register_buffer('wpe_table', table.to(self.lm_head.weight.device), persistent=False)
 
     def compute_table(self, start, end):
         config = self.config
         if config.wpe == 'sinusoidal':
-            return sinusoidal_table(start, end, config.n_embd) * config.wpe_scale  # (T, C)
-        return rope_table(start, end, config.n_embd // config.n_head, config.rope_base)  # (2, T, D/2)
+            return sinusoidal_table(start, end, config.n_embd, config.sinusoidal_factor) * config.wpe_scale  # (T, C)
+        return rope_table(start, end, *rope_frequencies(config, length=end))  # (2, T, D/2)
 
     def _apply(self, fn, recurse=True):
         """.to(bfloat16) and .half() cast every buffer, to_empty() empties it and unties weights: tie, and build the tables in float32."""
@@ -244,9 +309,15 @@ class GPT(nn.Module):
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], 'little'))
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
+    def dynamic_at(self, length):
+        """Whether the angles at a sequence of `length` differ from those of a shorter one."""
+        config = self.config
+        return (config.wpe == 'rope' and config.rope_scaling == 'dynamic' and config.rope_factor > 1
+                and length > (config.rope_trained or config.block_size))
+
     def position_table(self, start, end):
         """Rows start..end-1 of the fixed table. Beyond block_size they are computed for the call and not kept: no state, no surprise."""
-        if end <= self.config.block_size:
+        if end <= self.config.block_size and self.config.rope_scaling != 'dynamic':
             return self.wpe_table[..., start:end, :]
         return self.compute_table(start, end).to(self.wpe_table.device)
 
@@ -261,8 +332,11 @@ class GPT(nn.Module):
         if self.config.wpe == 'learned' and start + T > self.config.block_size:  # here, since on CUDA it would be a device assert
             raise ValueError(f'position {start + T - 1} is outside the learned table: block_size={self.config.block_size} has '
                              f'positions 0 to {self.config.block_size - 1}')
+        if self.dynamic_at(start + T) and start > 0 and cache is not None:
+            raise ValueError(f'position {start} is cached under other angles: dynamic scaling past {self.config.rope_trained} '
+                             'tokens changes every key, encode the whole sequence anew')
         x = self.transformer.wte(idx)                             # (B, T, C)
-        rope = None
+        rope = bias = None
         if self.config.wpe == 'learned':                          # position scheme 2/3: added to the tokens, or handed to attention
             x = x + self.transformer.wpe.weight[start:start + T]
         elif self.config.wpe == 'sinusoidal':
@@ -270,9 +344,14 @@ class GPT(nn.Module):
         elif self.config.wpe == 'rope':
             cos, sin = self.position_table(start, start + T)      # (T, D/2) each
             rope = cos[:, None, None], sin[:, None, None]         # over (B, T, q|k, H, D/2)
+        elif self.config.wpe == 'alibi':
+            query = torch.arange(start, start + T, device=idx.device)
+            key = query if cache is None else cache.key_positions(T, idx.device)
+            distance = query[:, None] - key                       # (T, S)
+            bias = (-self.wpe_table[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)  # (H, T, S)
         x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = block(x, rope, cache)
+            x = block(x, rope, bias, cache)
         if cache is not None:
             cache.position += T
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
@@ -287,8 +366,9 @@ class GPT(nn.Module):
         """Continue idx (B, T), T >= 1: yields max_new_tokens tensors (B, 1). Dropout is off meanwhile.
 
         Past block_size the window slides. 'learned' and 'sinusoidal' re-encode the last block_size tokens at every step, as positions
-        shift under them. 'rope' and 'none' go on with the cache: positions keep growing, the oldest key is dropped, and what the kept keys
-        of layers above the first once saw of dropped tokens stays in them. Without use_cache every scheme re-encodes."""
+        shift under them. The others go on with the cache: positions keep growing, the oldest key is dropped, and what the kept keys
+        of layers above the first once saw of dropped tokens stays in them. So does rope under dynamic
+        scaling past rope_trained, whose angles all change. Without use_cache every scheme re-encodes."""
         if idx.size(1) == 0:
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training
@@ -298,7 +378,7 @@ class GPT(nn.Module):
             cache, fresh = None, window
             for _ in range(max_new_tokens):
                 slides = cache is not None and cache.position >= block_size and self.config.wpe in ('learned', 'sinusoidal')
-                if cache is None or slides:
+                if cache is None or slides or self.dynamic_at(cache.position + 1):
                     cache, fresh = KVCache(self.config.n_layer, block_size) if use_cache else None, window
                 logits = self(fresh, cache=cache, last_only=True)[:, -1]  # (B, V)
                 fresh = sample_token(logits, temperature, top_k, top_p, generator)

@@ -286,46 +286,44 @@ def main(argv=None):
     peak = device.peak_flops(device_name, dtype)
     update_tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
     seconds, result = None, None  # of an update, smoothed; of the last evaluation
-    bar = tqdm(total=config.max_iters, initial=step, desc=os.path.basename(os.path.normpath(config.out_dir)), dynamic_ncols=True,
-               bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}| {postfix}', mininterval=0.2 if sys.stderr.isatty() else 10)
     model.train()
-    while True:
-        # once in a while: evaluate, save, stop
-        last = step >= config.max_iters
-        evaluating = (last or step % config.eval_interval == 0) and not evaluated
-        saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
-        if (evaluating or saving or caught) and not all(p.isfinite().all() for p in names):
-            bar.close()
-            return crash(config, step, weights='nan or inf')
-        if evaluating:
-            result = score(config.eval_tokens)
-            if result:
-                record('eval', loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
-                bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
-                evaluated = True
-        stopping = last or bool(caught)  # asked once, so that whoever stops has saved
-        if saving or stopping:
-            save(config, step, model, optimizer, scaler, names, data, environment)
-        if stopping:
-            break
+    with tqdm(total=config.max_iters, initial=step, desc=os.path.basename(os.path.normpath(config.out_dir)), dynamic_ncols=True,
+              bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}| {postfix}', mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
+        while True:
+            # once in a while: evaluate, save, stop
+            last = step >= config.max_iters
+            evaluating = (last or step % config.eval_interval == 0) and not evaluated
+            saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
+            if (evaluating or saving or caught) and not all(p.isfinite().all() for p in names):
+                bar.close()
+                return crash(config, step, weights='nan or inf')
+            if evaluating:
+                result = score(config.eval_tokens)
+                if result:
+                    record('eval', loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
+                    bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
+                    evaluated = True
+            if saving or caught:
+                save(config, step, model, optimizer, scaler, names, data, environment)
+                if last or caught:  # only here: who stops has saved
+                    break
 
-        # one update
-        started = time.perf_counter()
-        lr = learning_rate_at(step, config)
-        loss, norm = update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast)
-        if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
-            bar.close()
-            return crash(config, step, loss=loss, grad_norm=norm)
-        took = time.perf_counter() - started
-        seconds = took if seconds is None else 0.9 * seconds + 0.1 * took
-        if step % config.log_interval == 0 or step + 1 == config.max_iters:
-            record('train', loss=loss, lr=lr, grad_norm=norm, tokens_per_s=update_tokens / took)
-        step, evaluated = step + 1, False
-        mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak:.1%}' if peak else ''
-        left = bar.format_interval((config.max_iters - step) * seconds)
-        bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
-        bar.update()
-    bar.close()
+            # one update
+            started = time.perf_counter()
+            lr = learning_rate_at(step, config)
+            loss, norm = update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast)
+            if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
+                bar.close()
+                return crash(config, step, loss=loss, grad_norm=norm)
+            took = time.perf_counter() - started
+            seconds = took if seconds is None else 0.9 * seconds + 0.1 * took
+            if step % config.log_interval == 0 or step + 1 == config.max_iters:
+                record('train', loss=loss, lr=lr, grad_norm=norm, tokens_per_s=update_tokens / took)
+            step, evaluated = step + 1, False
+            mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak:.1%}' if peak else ''
+            left = bar.format_interval((config.max_iters - step) * seconds)
+            bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
+            bar.update()
     if not caught:
         final = result if config.eval_tokens is None and result else score()
         if final:

@@ -30,4 +30,4 @@ def exact_sinusoids(position, width):
     """Rows `position` of the table of "Attention is all you need", column by column, in float64."""
     column = np.arange(width)
     angle = np.asarray(position)[:, None] / 10000 ** (2 * (column // 2) / width)
-    return np.where(column % 2 == 0, np.sin(angle), np.cos(angle))
+    return torch.tensor(np.where(column % 2 == 0, np.sin(angle), np.cos(angle)))

@@ -1,4 +1,4 @@
-"""The KV cache, generation past block_size, and sampling."""
+"""The KV cache, generation past block_size, dropout, padding, sampling."""
 import math
 
 import pytest
@@ -110,6 +110,18 @@ def test_generate_turns_dropout_off_and_restores_the_mode():
     assert not greedy(model, prompt, 2).requires_grad and not any(module.training for module in model.modules())
 
 
+def test_dropout_acts_where_gpt2_has_it(monkeypatch):
+    model, attention, places = build('none', dropout=0.5), F.scaled_dot_product_attention, []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda module, args, output: places.append(module.p * module.training))
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *args, dropout_p, **more: (
+        places.append(dropout_p), attention(*args, **more))[1])
+    model(tokens(2, 5))
+    model.train()(tokens(2, 5))
+    assert places == [0] * 10 + [0.5] * 10                        # embeddings; in 3 layers attention and both residuals
+
+
 def test_generation_depends_on_its_generator_alone():
     def draw(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -125,6 +137,19 @@ def test_empty_prompts_and_no_tokens():
     with pytest.raises(ValueError, match='prompt is empty'):
         list(build('none').generate(tokens(1, 0), 5))
     assert list(build('none').generate(tokens(1, 3), 0)) == []
+
+
+def test_vocabulary_padding_takes_no_part():
+    plain, padded = build('learned'), build('learned', vocab_multiple=64)
+    state = plain.state_dict()
+    rows = torch.full((27, 48), 9.0)                              # they would dominate the softmax
+    state['transformer.wte.weight'] = state['lm_head.weight'] = torch.cat((state['lm_head.weight'], rows))
+    padded.load_state_dict(state)
+    x, y = tokens(2, 32), tokens(2, 32, seed=3)
+    assert torch.equal(padded(x), plain(x)) and padded(x).shape == (2, 32, 101)
+    close(padded(x, y), plain(x, y))
+    padded(x, y).backward()
+    assert padded.lm_head.weight.grad[101:].abs().max() == 0
 
 
 def test_padding_ids_are_never_sampled():

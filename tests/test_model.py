@@ -18,7 +18,7 @@ def as_gpt2(tensors, config):
 
 
 def as_neox(tensors, config):
-    """Our tensors under the names of GPTNeoXForCausalLM. It stacks c_attn as heads x (q, k, v), we (q, k, v) x heads."""
+    """Our tensors under the names of GPTNeoXForCausalLM, where c_attn is heads x (q, k, v), not (q, k, v) x heads."""
     renamed = {'transformer.wte': 'gpt_neox.embed_in', 'transformer.h': 'gpt_neox.layers',
                'transformer.ln_f': 'gpt_neox.final_layer_norm',
                'ln_1': 'input_layernorm', 'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense',
@@ -50,8 +50,7 @@ def oracle(model, length):
     state = as_theirs(model.state_dict(), c)
     if c.wpe in ('sinusoidal', 'none'):                           # GPT-2 with another table, or one of zeros
         amplitude = c.wpe_scale if c.wpe == 'sinusoidal' else 0.0
-        table = amplitude * exact_sinusoids(range(length), c.n_embd)
-        state['transformer.wpe.weight'] = torch.tensor(table, dtype=torch.float32)
+        state['transformer.wpe.weight'] = (amplitude * exact_sinusoids(range(length), c.n_embd)).float()
     if not c.bias:                                                # transformers cannot leave them out
         state.update({name: torch.zeros_like(p) for name, p in theirs.named_parameters() if name.endswith('bias')})
     theirs.load_state_dict(state, strict=True)
@@ -104,19 +103,6 @@ def test_loss_of_a_prefix_is_the_prefix_of_the_loss(wpe):
     close(model(x, last_only=True), model(x)[:, -1:])
     y[:, 11:] = -1                                                # left out of the mean
     close(model(x, y), losses[:, :11].mean())
-
-
-def test_vocabulary_padding_takes_no_part():
-    plain, padded = build('learned'), build('learned', vocab_multiple=64)
-    state = plain.state_dict()
-    rows = torch.full((27, 48), 9.0)                              # they would dominate the softmax
-    state['transformer.wte.weight'] = state['lm_head.weight'] = torch.cat((state['lm_head.weight'], rows))
-    padded.load_state_dict(state)
-    x, y = tokens(2, 32), tokens(2, 32, seed=3)
-    assert torch.equal(padded(x), plain(x)) and padded(x).shape == (2, 32, 101)
-    close(padded(x, y), plain(x, y))
-    padded(x, y).backward()
-    assert padded.lm_head.weight.grad[101:].abs().max() == 0
 
 
 # ---- initialisation, counts, optimizer -------------------------------------------------------------------------------

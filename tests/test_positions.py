@@ -5,29 +5,29 @@ import numpy as np
 import pytest
 import torch
 
-from model import GPT, GPTConfig, rope_table, rotate, sinusoidal_table
+from model import GPT, GPTConfig, rotate
 from small import SCHEMES, build, close, exact_sinusoids, tokens
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
 def exact_rope(position, head_size, base):
-    """cos and sin of RoPE's angles at `position` in float64."""
+    """cos and sin of RoPE's angles at `position` in float64, (2, T, head_size/2)."""
     angle = np.asarray(position)[:, None] * float(base) ** (-2 * np.arange(head_size // 2) / head_size)
-    return np.stack((np.cos(angle), np.sin(angle)))
+    return torch.tensor(np.stack((np.cos(angle), np.sin(angle))))
 
 
 @pytest.mark.parametrize('width', [1, 2, 3, 127, 128])            # an odd width has one cosine column less
 def test_sinusoids_of_any_width(width):
-    assert np.abs(sinusoidal_table(5, 300, width).numpy() - exact_sinusoids(range(5, 300), width)).max() < 1e-7
-    model = build('sinusoidal', n_head=1, n_embd=width)
+    model = build('sinusoidal', n_head=1, n_embd=width, wpe_scale=1.0)
+    close(model.position_table(0, 32).double(), exact_sinusoids(range(32), width), atol=1e-7)
     loss = model(tokens(2, 32), tokens(2, 32, seed=3))
     loss.backward()
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_sinusoid_invariants():
-    table = sinusoidal_table(0, 1024, 768).double()
+    table = build('sinusoidal', block_size=1024, n_embd=768, n_layer=1, wpe_scale=1.0).position_table(0, 1024).double()
     gram = table @ table.T
     close(table.norm(dim=1), torch.full((1024,), 19.595918).double())                    # every row: sqrt(768/2)
     close(table[0], torch.tensor([0.0, 1.0]).repeat(384).double())
@@ -48,17 +48,17 @@ def test_sinusoids_start_at_the_amplitude_of_a_learned_table():
 
 
 def test_rope_frequencies_are_the_published_ones():
-    cos, sin = rope_table(1, 2, 64, 10000.0)[:, 0].double()       # at position 1 the angle is the frequency
+    cos, sin = build('rope', n_embd=256).position_table(1, 2)[:, 0].double()           # at position 1: the frequencies
     golden = torch.tensor([1, 0.749894202, 0.1, 0.01, 0.001, 1.3335215e-4]).double()
     torch.testing.assert_close(torch.atan2(sin, cos)[[0, 1, 8, 16, 24, 31]], golden, atol=0, rtol=1e-6)
     model = build('rope', rope_base=500000.0)                     # the base reaches the model
-    assert np.abs(model.position_table(0, 32).numpy() - exact_rope(range(32), 12, 500000)).max() < 1e-6
+    close(model.position_table(0, 32).double(), exact_rope(range(32), 12, 500000), atol=1e-6)
 
 
 # ---- RoPE's rotation -------------------------------------------------------------------------------------------------
 
 def test_half_split_is_interleaved_with_its_columns_permuted():
-    x, (cos, sin) = torch.randn(4, 50, 64), rope_table(0, 50, 64, 10000.0)
+    x, (cos, sin) = torch.randn(4, 50, 64), exact_rope(range(50), 64, 10000).float()
     even, odd = x[..., 0::2], x[..., 1::2]                        # interleaved, as in the paper: pairs (2i, 2i+1)
     interleaved = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
     order = torch.cat((torch.arange(0, 64, 2), torch.arange(1, 64, 2)))
@@ -67,7 +67,7 @@ def test_half_split_is_interleaved_with_its_columns_permuted():
 
 def test_rotation_keeps_lengths_and_scores_see_distance_alone():
     q, k = torch.randn(2, 64, dtype=torch.float64)
-    turned = [rotate(x.expand(4000, 64), *rope_table(0, 4000, 64, 10000.0).double()) for x in (q, k)]
+    turned = [rotate(x.expand(4000, 64), *exact_rope(range(4000), 64, 10000)) for x in (q, k)]
     close(turned[0].norm(dim=1), q.norm().expand(4000))
     assert torch.equal(turned[0][0], q)
     for distance in (0, 1, 16, 1000):
@@ -77,7 +77,7 @@ def test_rotation_keeps_lengths_and_scores_see_distance_alone():
 
 
 def test_rotation_of_half_precision_is_computed_in_float32():
-    x, (cos, sin) = torch.randn(4096, 64).bfloat16(), rope_table(0, 4096, 64, 10000.0)
+    x, (cos, sin) = torch.randn(4096, 64).bfloat16(), exact_rope(range(4096), 64, 10000).float()
     assert torch.equal(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16())
 
 
@@ -99,7 +99,8 @@ def test_tables_are_float32_whatever_the_weights_are(wpe, cast, block_size):
         with torch.autocast('cpu', torch.bfloat16, enabled=cast == 'autocast'):
             table = model.position_table(position, position + 1)
         exact = exact_sinusoids([position], 128) if wpe == 'sinusoidal' else exact_rope([position], 64, 10000)
-        assert table.dtype == torch.float32 and np.abs(table.numpy() - exact).max() < 1e-6
+        assert table.dtype == torch.float32
+        close(table.double(), exact, atol=1e-6)
 
 
 @pytest.mark.parametrize('cast', ['float32', 'bfloat16', 'autocast'])
@@ -116,11 +117,11 @@ def test_what_reaches_the_blocks_is_exact(wpe, cast):
     embedded = model.transformer.wte.weight[idx].double()
     if wpe == 'sinusoidal':
         assert rope is None
-        embedded = embedded + torch.tensor(exact_sinusoids(range(start, start + 32), 64))
+        embedded = embedded + exact_sinusoids(range(start, start + 32), 64)
     else:
         table = torch.stack(rope).view(2, 32, 8)
         assert table.dtype == torch.float32
-        close(table.double(), torch.tensor(exact_rope(range(start, start + 32), 16, 10000)), atol=1e-6)
+        close(table.double(), exact_rope(range(start, start + 32), 16, 10000), atol=1e-6)
     rounding = 2 ** -8 if cast == 'bfloat16' else 1e-6            # one rounding of the sum, nothing more
     torch.testing.assert_close(x.double(), embedded, atol=1e-6, rtol=rounding)
 

@@ -1,0 +1,291 @@
+"""compare.py: its numbers against a computation of their own, what it refuses, and that its picture can be read."""
+import contextlib
+import hashlib
+import io
+import json
+import math
+import shutil
+from collections import namedtuple
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+from safetensors.torch import load_file
+
+import compare as script
+from model import GPT, GPTConfig
+from nanope import plots
+from nanope.configurator import run
+from runs import train
+
+Done = namedtuple('Done', 'code out err')
+BLOCK = 8
+
+
+@pytest.fixture(scope='module')
+def trained(prepared, tmp_path_factory):
+    """A folder with data/tiny and the runs out/learned and out/rope."""
+    folder = tmp_path_factory.mktemp('compare')
+    shutil.copytree(prepared / 'data', folder / 'data')
+    for wpe in ('learned', 'rope'):
+        assert train(folder, wpe=wpe, out_dir=f'out/{wpe}', block_size=BLOCK, eval_tokens=200).code == 0
+    return folder
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """The same, to be damaged."""
+    shutil.copytree(trained, tmp_path / 'copy', ignore=shutil.ignore_patterns('compare'))
+    return tmp_path / 'copy'
+
+
+@pytest.fixture(autouse=True)
+def picture(request, monkeypatch):
+    """Pictures take longer than all else: none is drawn for a test that does not look at it."""
+    if 'figures' not in request.fixturenames:
+        monkeypatch.setattr(plots, 'comparison', lambda *args: None)
+
+
+def compare(folder, *args):
+    """python compare.py in a folder, but in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stop:
+        run(lambda: script.main(['--device=cpu', *args]))
+    return Done(stop.value.code, out.getvalue(), err.getvalue())
+
+
+def report(folder, *args):
+    """What a comparison into out/compare writes: the runs of report.json."""
+    done = compare(folder, *args)
+    assert done.code == 0, done
+    return json.loads((folder / 'out/compare/report.json').read_text(), parse_constant=pytest.fail)['runs']  # NaN is no JSON
+
+
+def refused(done, *words):
+    assert done.code == 2 and done.out == '' and done.err.startswith('error: ') and done.err.count('\n') == 1, done
+    assert all(str(word) in done.err for word in words), done.err
+
+
+def records(folder, out_dir, event):
+    lines = (folder / out_dir / 'metrics.jsonl').read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record['event'] == event]
+
+
+@torch.no_grad()
+def score(folder, out_dir):
+    """Every validation token but the first, one window at a time, in float64: (loss, stderr, bits a byte, loss by position)."""
+    state = json.loads((folder / out_dir / 'ckpt/step_00000006/state.json').read_text())
+    model = GPT(GPTConfig(**{key: value for key, value in state['config'].items() if key in GPTConfig.__dataclass_fields__}))
+    model.load_state_dict(load_file(folder / out_dir / 'ckpt/step_00000006/model.safetensors'), strict=False)
+    model.double().eval()
+    ids, chars = np.fromfile(folder / 'data/tiny/val.bin', '<u2').astype(np.int64), state['tokenizer']['chars']
+    losses, targets = [], []                                     # of each window: those at its positions, None where not counted
+    for start in range(0, len(ids) - 1, BLOCK):
+        skip = max(start + BLOCK + 1 - len(ids), 0)              # the last window begins earlier and counts what is left
+        row = torch.from_numpy(ids[start - skip:start - skip + BLOCK + 1])
+        logp = model(row[None, :-1])[0].log_softmax(-1)
+        losses.append([None if t < skip else -float(logp[t, row[t + 1]]) for t in range(BLOCK)])
+        targets += row[1 + skip:].tolist()
+    assert targets == ids[1:].tolist()
+    windows = [[loss for loss in row if loss is not None] for row in losses]
+    total, n = sum(map(sum, windows)), len(targets)
+    deviations = [sum(row) - total / n * len(row) for row in windows]
+    stderr = math.sqrt(len(windows) / (len(windows) - 1) * sum(d ** 2 for d in deviations)) / n
+    n_bytes = sum(len(chars[id].encode()) for id in targets if id < len(chars))
+    return total / n, stderr, total / math.log(2) / n_bytes, [np.mean([x for x in at if x is not None]) for at in zip(*losses)]
+
+
+# ---- the numbers -----------------------------------------------------------------------------------------------------
+
+def test_the_report_equals_a_computation_of_its_own(trained):
+    rows = report(trained, 'out/learned', 'out/rope')
+    assert [row['run'] for row in rows] == ['out/learned', 'out/rope']
+    for row in rows:
+        loss, stderr, bits, position = score(trained, row['run'])
+        assert [row[key] for key in ('val_loss', 'val_stderr', 'bits_per_byte')] == pytest.approx([loss, stderr, bits], abs=2e-6)
+        assert [part['loss'] for part in row['position']] == pytest.approx(position, abs=1e-5)
+        assert [(part['from'], part['to']) for part in row['position']] == [(t, t + 1) for t in range(BLOCK)]
+        weights = load_file(trained / row['run'] / 'ckpt/step_00000006/model.safetensors')
+        assert row['params'] == sum(tensor.numel() for tensor in weights.values())
+        assert row['wpe_params'] == sum(tensor.numel() for name, tensor in weights.items() if '.wpe.' in name)
+        speeds = sorted(record['tokens_per_s'] for record in records(trained, row['run'], 'train'))
+        assert row['tokens_per_s'] == (speeds[2] + speeds[3]) / 2  # six updates
+        expected = {'wpe': row['run'][4:], 'seed': 1337, 'block_size': BLOCK, 'step': 6, 'dtype': 'float32',
+                    'val_tokens': (trained / 'data/tiny/val.bin').stat().st_size // 2 - 1}
+        assert {key: row[key] for key in expected} == expected
+        final, = records(trained, row['run'], 'final')           # what train.py said itself at the end
+        for key, own in (('val_loss', 'loss'), ('val_stderr', 'stderr'), ('bits_per_byte', 'bits_per_byte')):
+            assert row[key] == pytest.approx(final[own], abs=1e-6)
+    assert rows[0]['wpe_params'] == 8 * 16 and rows[1]['wpe_params'] == 0
+
+
+def test_the_numbers_depend_on_neither_batch_size_nor_company(trained):
+    def numbers(row):
+        return [row['val_loss'], row['val_stderr'], row['bits_per_byte'], *(part['loss'] for part in row['position'])]
+    alone, = report(trained, 'out/rope', '--batch_size=1')
+    for args in (['--batch_size=7'], ['--batch_size=1000'], ['out/learned']):
+        assert numbers(report(trained, 'out/rope', *args)[0]) == pytest.approx(numbers(alone), abs=1e-6)
+
+
+def test_fewer_tokens_another_step_and_a_single_window(trained):
+    few, = report(trained, 'out/rope', '--eval_tokens=80')
+    assert few['val_tokens'] == 80
+    one, = report(trained, 'out/rope', '--eval_tokens=1')
+    assert one['val_tokens'] == BLOCK and one['val_stderr'] is None
+    earlier, = report(trained, 'out/rope', '--step=4', '--eval_tokens=200')
+    assert earlier['step'] == 4
+    assert earlier['val_loss'] == pytest.approx(next(r['loss'] for r in records(trained, 'out/rope', 'eval') if r['step'] == 4), abs=1e-6)
+    refused(compare(trained, 'out/rope', '--step=3'), 'out/rope', 'step 3', 'it has')
+
+
+def test_the_table_lines_up(trained):
+    done = compare(trained, 'out/learned', 'out/rope')
+    head, *rows, wrote = done.out.splitlines()
+    assert head.split('  ')[0] == 'run' and len(rows) == 2 and wrote == 'wrote out/compare/report.json and out/compare/compare.png'
+    assert {len(line) for line in (head, *rows)} == {len(head)}
+    for name in ('parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'tokens/s'):
+        end = head.index(name) + len(name)
+        assert all(row[end - 1] != ' ' and row[end:end + 2].strip() == '' for row in rows), name  # numbers end where their head ends
+    loss, stderr, bits, _ = score(trained, 'out/rope')
+    assert rows[1].split()[:2] == ['rope', 'rope'] and rows[1].split()[6:9] == [f'{x:.4f}' for x in (loss, stderr, bits)]
+    assert done.err == ''                                        # they differ in their scheme alone
+
+
+# ---- what cannot, and what should not be compared --------------------------------------------------------------------
+
+def test_runs_that_are_no_runs(copy):
+    refused(compare(copy), 'no run to compare', 'python compare.py')
+    refused(compare(copy, 'out/rope', 'out/absent'), 'out/absent holds no checkpoint')
+    refused(compare(copy, 'out/rope', 'out/../out/rope/'), 'out/../out/rope/ is given twice')
+    for weights in copy.glob('out/learned/ckpt/step_*/model.safetensors'):
+        weights.write_bytes(b'')
+    refused(compare(copy, 'out/rope', 'out/learned'), 'out/learned/ckpt/step_00000006/model.safetensors has 0 bytes')
+    for name in ('batch_size', 'eval_tokens'):
+        refused(compare(copy, 'out/rope', f'--{name}=0'), f'{name}=0 must be at least 1')
+    assert not (copy / 'out/compare').exists()
+
+
+def test_a_damaged_step_is_passed_over_with_a_warning(copy):
+    (copy / 'out/rope/ckpt/step_00000006/state.json').write_text('{}')
+    done = compare(copy, 'out/rope')
+    assert done.code == 0 and done.err.count('out/rope/ckpt/step_00000006/state.json') == 1 and 'step 4' in done.err
+    assert compare(copy, 'out/learned', 'out/rope').err.splitlines()[-1] == \
+        'warning: the runs differ in step too, not in their scheme alone: 6, 4'
+
+
+def test_all_of_out_again(copy):
+    """python compare.py out/* after a comparison: the shell hands over out/compare too."""
+    assert compare(copy, 'out/learned', 'out/rope').code == 0
+    assert len(report(copy, 'out/compare', 'out/learned', 'out/rope')) == 2
+
+
+def test_runs_on_different_data(copy):
+    shutil.copytree(copy / 'data/tiny', copy / 'data/other')
+    ids = np.fromfile(copy / 'data/other/val.bin', '<u2')[::-1]
+    ids.tofile(copy / 'data/other/val.bin')
+    meta = json.loads((copy / 'data/other/meta.json').read_text('utf-8'))
+    meta['val']['sha256'] = hashlib.sha256(ids.tobytes()).hexdigest()
+    (copy / 'data/other/meta.json').write_text(json.dumps(meta), 'utf-8')
+    assert train(copy, dataset='other', out_dir='out/other', max_iters=1).code == 0
+    refused(compare(copy, 'out/rope', 'out/learned', 'out/other'), 'different data', 'out/rope and out/other')
+    shutil.rmtree(copy / 'data/tiny')
+    refused(compare(copy, 'out/rope'), 'data/tiny holds no prepared data')
+    shutil.copytree(copy / 'data/other', copy / 'data/tiny')
+    refused(compare(copy, 'out/rope'), 'data/tiny is not the data that out/rope was trained on')
+
+
+def test_unequal_runs_are_compared_with_a_warning(copy):
+    assert train(copy, wpe='none', seed=1, out_dir='out/none', learning_rate=0.02, n_embd=24, log_interval=2).code == 0
+    done = compare(copy, 'out/rope', 'out/none')
+    lines = sorted(line.partition('differ in ')[2] for line in done.err.splitlines())
+    assert done.code == 0 and lines == [
+        'learning_rate too, not in their scheme alone: 0.01, 0.02', 'min_lr too, not in their scheme alone: 0.001, 0.002',
+        'n_embd too, not in their scheme alone: 16, 24']
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved."""
+    kept, save = [], Figure.savefig
+
+    def savefig(figure, *args, **settings):
+        save(figure, *args, **settings)
+        kept.append(figure)
+    monkeypatch.setattr(Figure, 'savefig', savefig)
+    return kept
+
+
+def end_labels(axes):
+    return [text for text in axes.texts if isinstance(text, Annotation)]
+
+
+def test_the_picture(copy, figures):
+    rows = report(copy, 'out/learned', 'out/rope')
+    image = matplotlib.image.imread(copy / 'out/compare/compare.png')
+    assert (copy / 'out/compare/compare.png').read_bytes().startswith(b'\x89PNG\r\n') and image.shape[1] >= 1600
+    assert (image[0, 0, :3] == 1).all()                          # white
+    left, right = figures[-1].axes
+    assert all([text.get_text() for text in end_labels(axes)] in (['learned', 'rope'], ['rope', 'learned']) for axes in (left, right))
+    for line, row in zip(right.lines, rows, strict=True):
+        losses = [part['loss'] for part in row['position']]
+        assert line.get_ydata() == pytest.approx([losses[0], losses[1], losses[2], np.mean(losses[3:5]), np.mean(losses[5:])])
+    first = next(line for line in left.lines if line.get_marker() == 'o')
+    assert first.get_xydata().tolist() == [[r['step'], r['loss']] for r in records(copy, 'out/learned', 'eval')]
+
+
+def test_runs_of_the_same_name_stay_apart(copy, figures):
+    for name in 'ab':
+        shutil.copytree(copy / 'out/rope', copy / f'out/{name}/run')
+    done = compare(copy, 'out/a/run', 'out/b/run')
+    assert [line.split()[0] for line in done.out.splitlines()[1:3]] == ['a/run', 'b/run']
+    for axes in figures[-1].axes:
+        assert sorted(text.get_text() for text in end_labels(axes)) == ['a/run', 'b/run']
+    assert len(figures[-1].axes[1].lines) == 2
+
+
+def test_names():
+    assert plots.run_names(['out/x', 'out/y/']) == ['x', 'y']
+    assert plots.run_names(['out/a/run', 'out/b/run', 'out/c']) == ['a/run', 'b/run', 'out/c']
+    assert plots.run_names(['/p/run', '/q/p/run']) == ['/p/run', 'q/p/run']
+    assert plots.run_names(['out/x']) == ['x'] and plots.run_names([]) == []
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 4, 7, 8, 128, 1000, 1024])
+def test_buckets_cover_every_position_once(n):
+    ranges = plots.buckets(n)
+    assert [p for low, high in ranges for p in range(low, high + 1)] == list(range(1, n + 1))
+    assert all(high <= 2 * low for low, high in ranges)
+
+
+@pytest.mark.parametrize('runs', [1, 3, 9])
+def test_labels_do_not_overlap(tmp_path, figures, runs):
+    paths, curves = [], []
+    for i in range(runs):                                        # ends that nearly coincide, names that would be formulas
+        paths.append(tmp_path / f'a_run_with_a_long_name_of_$x_{i}$')
+        paths[-1].mkdir()
+        events = [{'event': 'eval', 'step': step, 'loss': 4 - step / 50 + i / 1e3, 'stderr': 0.01} for step in (0, 50, 100)]
+        (paths[-1] / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, events)))
+        curves.append([3 - p / 100 + i / 1e3 for p in range(100)])
+    plots.comparison(paths, plots.run_names(paths), curves, tmp_path / 'compare.png')
+    FigureCanvasAgg(figures[0]).draw()                           # lays it out
+    frame = figures[0].bbox
+    for axes in figures[0].axes:
+        boxes = [Text.get_window_extent(text) for text in end_labels(axes)]
+        assert len(boxes) == runs and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        assert all(box.x1 <= frame.x1 and box.y0 >= axes.get_window_extent().y0 - 2 for box in boxes)
+        assert axes.get_window_extent().width > 0.15 * frame.width  # long names leave room for the curves
+
+
+def test_runs_without_metrics_or_evaluations(tmp_path, figures):
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'begun').mkdir()
+    (tmp_path / 'begun/metrics.jsonl').write_text('{"event": "train", "step": 0, "loss": 4.2}\n')
+    plots.loss_curves([tmp_path / 'empty', tmp_path / 'begun'], tmp_path / 'loss.png')
+    plots.loss_curves([tmp_path / 'empty'], tmp_path / 'loss.png')
+    assert len(figures) == 2

@@ -1,0 +1,155 @@
+"""The house: which file may import which, what no file may do, and that every config and script at least starts."""
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from nanope.configurator import configure
+from runs import ROOT
+from train import TrainConfig
+
+SCRIPTS = sorted(path.stem for path in ROOT.glob('*.py') if path.stem != 'model')
+CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py'))
+LAZY = {'datasets', 'wandb', 'matplotlib', 'tiktoken'}           # a run may not need them
+
+
+def tracked():
+    """The files that belong to the repository."""
+    listing = subprocess.run(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'], cwd=ROOT, capture_output=True)
+    if listing.returncode:
+        pytest.skip('not a git repository')
+    return [path for name in listing.stdout.decode().split('\0') if name and (path := ROOT / name).is_file()]
+
+
+def python_files(pattern):
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text('utf-8'))) for path in sorted(ROOT.glob(pattern))]
+
+
+def imports(tree, inside_functions=True):
+    """Full names of the modules that a file imports. inside_functions=False: those that merely importing it imports."""
+    names, todo = set(), [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)} if not node.level else {'.'}
+        if inside_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            todo += ast.iter_child_nodes(node)
+    return names
+
+
+def tops(names):
+    return {name.partition('.')[0] for name in names}
+
+
+# ---- floors ----------------------------------------------------------------------------------------------------------
+
+def test_imports_point_downwards():
+    """scripts -> nanope/ and model -> libraries."""
+    above = {*SCRIPTS, 'tests', 'runs', 'small', 'conftest'}
+    for pattern, forbidden in (('*.py', above), ('nanope/*.py', above | {'config'}), ('data/**/*.py', above)):
+        for name, tree in python_files(pattern):
+            assert not tops(imports(tree)) & forbidden and '.' not in imports(tree), name
+    for name, tree in python_files('config/*.py'):
+        assert tops(imports(tree)) <= {'config'}, name
+
+
+def test_model_can_be_copied_out():
+    (_, tree), = python_files('model.py')
+    assert tops(imports(tree)) <= sys.stdlib_module_names | {'torch'}
+
+
+def test_packages_that_a_run_may_not_need_are_imported_where_they_are_used():
+    for pattern in ('*.py', 'nanope/*.py', 'config/*.py'):
+        for name, tree in python_files(pattern):
+            assert not tops(imports(tree, inside_functions=False)) & LAZY, name
+
+
+def test_these_tests_see_what_they_look_for():
+    tree = ast.parse('import a.b\nfrom c import d\nif x:\n import e\nclass F:\n import g\ndef h():\n import i\nasync def j():\n import k')
+    assert imports(tree, inside_functions=False) == {'a.b', 'c', 'c.d', 'e', 'g'} and tops(imports(tree)) == set('acegik')
+    for code in ('import pickle', 'from marshal import loads', 'import shelve as s', 'eval("1")', 'exec("1")',
+                 'builtins.exec("1")', '__import__("os")', 'np.load(f, allow_pickle=True)', 'np.load(f, allow_pickle=x)', 'torch.load(f)',
+                 'from torch import load', 'load(f, weights_only=False)', 'torch.save(x, f)', 'pd.read_pickle(f)',
+                 'yaml.unsafe_load(f)', 'f(trust_remote_code=True)'):
+        assert dangers(ast.parse(code)), code
+    for code in ('model.eval()', 'torch.compile(model)', 'np.load(f, allow_pickle=False)', 'json.load(f)', 'a.load_state_dict(x)'):
+        assert not dangers(ast.parse(code)), code
+
+
+# ---- nothing that runs what it reads ---------------------------------------------------------------------------------
+
+def dangers(tree):
+    """Places of a file where data could become code."""
+    found = tops(imports(tree)) & {'pickle', 'cPickle', 'dill', 'cloudpickle', 'joblib', 'marshal', 'shelve'}
+    found |= imports(tree) & {'torch.load', 'torch.save', 'numpy.load'}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if function.removeprefix('builtins.') in ('eval', 'exec', '__import__') or function in ('torch.load', 'torch.save'):
+                found.add(function)
+            if function.rpartition('.')[2] in ('read_pickle', 'to_pickle', 'unsafe_load', 'full_load'):
+                found.add(function)
+        if isinstance(node, ast.keyword) and node.arg in ('allow_pickle', 'trust_remote_code') and ast.unparse(node.value) != 'False':
+            found.add(node.arg)
+        if isinstance(node, ast.keyword) and node.arg == 'weights_only' and ast.unparse(node.value) != 'True':
+            found.add(node.arg)
+    return found
+
+
+def test_no_file_reads_or_writes_a_pickle_or_evaluates_text():
+    files = [path for path in tracked() if path.suffix == '.py']
+    assert len(files) > 20
+    for path in files:
+        assert not dangers(ast.parse(path.read_text('utf-8'))), path
+
+
+# ---- configs, requirements, lines, scripts ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_a_config_differs_from_its_base_in_scheme_and_folder_alone(name):
+    family, _, wpe = name.partition('_')
+    base, own = (asdict(configure(TrainConfig, [str(ROOT / f'config/{each}.py')])[0]) for each in (f'{family}_learned', name))
+    assert own == {**base, 'wpe': wpe, 'out_dir': f'out/{name}'}
+    if wpe != 'learned':                                          # what they share stands once
+        (_, tree), = python_files(f'config/{name}.py')
+        assert {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} == {'wpe', 'out_dir'}
+    families = {config.partition('_')[0] for config in CONFIGS}
+    assert {'gpt2', 'shakespeare'} <= families
+    assert set(CONFIGS) >= {f'{each}_{scheme}' for each in families for scheme in ('learned', 'sinusoidal', 'rope', 'none')}
+
+
+def test_requirements_are_pinned():
+    for path in ROOT.glob('requirements*.txt'):
+        lines = [line.partition('#')[0].strip() for line in path.read_text('utf-8').splitlines()]
+        assert all(re.fullmatch(r'[\w.\[\]-]+==[\w.!+]+|-r requirements\.txt|', line) for line in lines), path
+
+
+def test_no_line_is_longer_than_140_characters():
+    found = []
+    for path in tracked():
+        try:
+            lines = path.read_bytes().decode('utf-8').splitlines()
+        except UnicodeDecodeError:                                # a picture
+            continue
+        found += [f'{path.relative_to(ROOT)}:{i}' for i, line in enumerate(lines, 1) if len(line) > 140]
+    assert not found, found
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_help_and_what_a_script_imports_at_start(name, tmp_path):
+    done = subprocess.run([sys.executable, '-X', 'importtime', ROOT / f'{name}.py', '--help'], cwd=tmp_path, capture_output=True,
+                          encoding='utf-8', env={**os.environ, 'PYTHONIOENCODING': 'utf-8'})
+    out, err = done.stdout, done.stderr
+    imported = [line.rpartition('|')[2].strip() for line in err.splitlines() if line.startswith('import time:')]
+    about = ast.get_docstring(ast.parse((ROOT / f'{name}.py').read_text('utf-8'))).splitlines()[0]
+    assert done.returncode == 0 and len(imported) == len(err.splitlines()), err
+    assert 'nanope.configurator' in imported and not tops(imported) & LAZY  # neither do the libraries
+    assert f'usage: python {name}.py' in out and about in out and max(map(len, out.splitlines())) <= 140
+    assert len(re.findall(r'^  --\w+=', out, re.MULTILINE)) >= 4
+    assert list(tmp_path.iterdir()) == []

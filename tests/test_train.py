@@ -1,0 +1,674 @@
+"""The training loop: what it computes, that stop and resume changes no bit, and how it ends when something goes wrong."""
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from hypothesis import given, strategies as st
+
+import train as script
+from nanope import checkpoint, device, metrics, plots
+from runs import flags, fork_train, losses, start, train, wait, weights
+
+SCHEMES = ('learned', 'sinusoidal', 'rope', 'none')
+HARD = dict(dropout=0.1, gradient_accumulation_steps=2, batch_size=2)  # what resuming has to restore: dropout's generator, micro-batches
+needs_fork = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+
+
+@pytest.fixture(scope='module')
+def straight(prepared, tmp_path_factory):
+    """folder(**settings): where that run of 6 updates was made, once for all tests of this file."""
+    made = {}
+
+    def folder(**settings):
+        key = tuple(sorted(settings.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp('straight')
+            shutil.copytree(prepared / 'data', made[key] / 'data')
+            assert train(made[key], **settings).code == 0
+        return made[key]
+    return folder
+
+
+def copy_of(folder, place):
+    """Continue in `place` what was run in `folder`."""
+    shutil.copytree(folder / 'out', place / 'out')
+    return place
+
+
+def at_update(monkeypatch, number, do):
+    """Call do(model) right before the update of that number. Returns the list of updates made."""
+    made, original = [], script.update
+
+    def update(model, optimizer, scaler, config, data, step, *rest):
+        made.append(step)
+        if step == number:
+            do(model)
+        return original(model, optimizer, scaler, config, data, step, *rest)
+    monkeypatch.setattr(script, 'update', update)
+    return made
+
+
+def records(place, *events):
+    return [r for r in metrics.read(place / 'out/a') if r['event'] in events]
+
+
+# ---- learning rate ------------------------------------------------------------------------------------------------------------------
+
+def rate(step, learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=12):
+    return script.learning_rate_at(step, types.SimpleNamespace(learning_rate=learning_rate, min_lr=min_lr, warmup_iters=warmup_iters,
+                                                               lr_decay_iters=lr_decay_iters))
+
+
+@pytest.mark.parametrize('step, expected', [
+    (0, 1 / 5), (3, 4 / 5), (4, 1.0),                                     # linear, and whole when the warm-up is over
+    (6, 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2), (8, 0.55), (10, 0.1 + 0.9 * (1 - math.sqrt(0.5)) / 2),  # cosine of 45, 90 and 135 degrees
+    (12, 0.1), (1000, 0.1)])
+def test_learning_rate_closed_form(step, expected):
+    """The values that the schedule's drawing shows, at its corners and halfway."""
+    assert rate(step) == pytest.approx(expected)
+
+
+@given(step=st.integers(0, 60), warmup=st.integers(0, 50), decay=st.integers(1, 50), peak=st.floats(0, 10), low=st.floats(0, 10))
+def test_learning_rate_is_defined_everywhere(step, warmup, decay, peak, low):
+    """Warm-up of none or beyond the end, decay shorter than the run, min_lr above the peak: a rate between 0 and the larger one."""
+    value = rate(step, peak, low, warmup, decay)
+    assert 0 <= value <= max(peak, low) * (1 + 1e-12)
+    if step >= max(warmup, decay):
+        assert value == low
+    if warmup <= step < decay and low <= peak:
+        assert rate(step + 1, peak, low, warmup, decay) <= value * (1 + 1e-12)
+
+
+# ---- a run and its traces -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('max_iters, evals, saves', [(7, [0, 3, 6, 7], {6, 7}), (6, [0, 3, 6], {3, 6}), (1, [0, 1], {1})])
+def test_updates_evaluations_checkpoints(place, monkeypatch, max_iters, evals, saves):
+    """Exactly max_iters updates; evaluation at 0, every interval and the end, never twice; saved at the end; every record there."""
+    made = at_update(monkeypatch, -1, None)
+    done = train(place, plot=True, max_iters=max_iters, eval_interval=3)
+    assert done.code == 0 and made == list(range(max_iters))
+    assert [r['step'] for r in records(place, 'eval')] == evals
+    assert [r['step'] for r in records(place, 'train')] == made
+    assert [r['step'] for r in records(place, 'final')] == [max_iters]
+    best = min(records(place, 'eval')[1:], key=lambda r: r['loss'])['step']
+    assert set(checkpoint.steps(place / 'out/a')) == saves | {best} and checkpoint.best_step(place / 'out/a') == best
+    found = checkpoint.load(place / 'out/a')
+    assert found.step == max_iters and all(t == max_iters for name, t in found.tensors('optim').items() if name.startswith('step.'))
+    lines = (place / 'out/a/metrics.jsonl').read_text().splitlines()
+    assert len(lines) == len(evals) + max_iters + 1
+    assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)  # strict JSON: no NaN
+    assert all({'loss', 'lr', 'grad_norm', 'tokens_per_s'} <= set(r) for r in records(place, 'train'))
+    assert (place / 'out/a/loss.png').read_bytes().startswith(b'\x89PNG')
+    assert json.loads((place / 'out/a/config.json').read_text())['max_iters'] == max_iters
+
+
+def test_intervals_of_their_own(place):
+    """Checkpoints and evaluations on the way need not coincide; the last evaluation and the final score use all tokens."""
+    assert train(place, max_iters=5, eval_interval=2, checkpoint_interval=3, keep_checkpoints=9, eval_tokens=40).code == 0
+    assert checkpoint.steps(place / 'out/a') == [3, 5]
+    assert [(r['step'], r['tokens']) for r in records(place, 'eval', 'final')] == [(0, 40), (2, 40), (4, 40), (5, 40), (5, 603)]
+
+
+@pytest.mark.parametrize('settings', [
+    dict(eval_interval=1), dict(eval_interval=50), dict(log_interval=3), dict(eval_batch_size=1), dict(eval_tokens=16),
+    dict(checkpoint_interval=1), dict(keep_checkpoints=1), dict(wandb='offline', wandb_project='x')], ids=str)
+def test_free_settings_do_not_touch_the_losses(place, straight, monkeypatch, settings):
+    """Nothing about evaluation, logging or saving may shift a batch or a dropout mask: the same bits."""
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=lambda **_: fake_wandb([]), Settings=dict))
+    reference = straight(dropout=0.1)
+    assert train(place, dropout=0.1, **settings).code == 0
+    assert losses(place).items() <= losses(reference).items() and 5 in losses(place)
+    assert weights(place, 6) == weights(reference, 6)
+
+
+def test_accumulation_is_one_large_batch(place, straight):
+    """2 micro-batches of 4 = 1 batch of 8, to rounding: the loss is the mean over all rows, not their sum."""
+    assert train(place, batch_size=4, gradient_accumulation_steps=2).code == 0
+    whole = straight(batch_size=8)
+    for here, there in zip(records(place, 'train'), records(whole, 'train')):
+        assert here['loss'] == pytest.approx(there['loss'], abs=1e-5) and here['grad_norm'] == pytest.approx(there['grad_norm'], abs=1e-4)
+    ours, theirs = (checkpoint.load(each / 'out/a').tensors('model') for each in (place, whole))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-4)
+
+
+def test_micro_batches_split_the_batch(place, monkeypatch):
+    """However the rows are split, the model sees the same ones in the same order, and no other ones."""
+    seen = {}
+    for parts in (1, 2, 4):
+        rows = []
+        with pytest.MonkeyPatch.context() as patch:
+            at_update(patch, 0, lambda model: model.register_forward_pre_hook(
+                lambda module, args: rows.append(args[0].clone()) if module.training else None))
+            assert train(place, out_dir=f'out/{parts}', batch_size=8 // parts, gradient_accumulation_steps=parts, max_iters=2).code == 0
+        assert len(rows) == 2 * parts
+        seen[parts] = torch.cat(rows)
+    assert torch.equal(seen[1], seen[2]) and torch.equal(seen[1], seen[4]) and not torch.equal(seen[1][:8], seen[1][8:])
+
+
+def test_schemes_share_batches_and_weights(place):
+    """Same seed, four schemes: at step 0 every shared parameter and every batch is the same, bit for bit; another seed shares nothing."""
+    seen = {}
+    for wpe, seed in [(wpe, 1337) for wpe in SCHEMES] + [('none', 1)]:
+        with pytest.MonkeyPatch.context() as patch:
+            def look(model, key=(wpe, seed)):
+                seen[key] = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+                model.register_forward_pre_hook(lambda module, args: seen[key].append(args[0]) if module.training else None)
+            at_update(patch, 0, look)
+            assert train(place, out_dir=f'out/{wpe}{seed}', wpe=wpe, seed=seed, max_iters=1).code == 0
+    shared, batch = seen['none', 1337]
+    for wpe in SCHEMES:
+        others, other_batch = seen[wpe, 1337]
+        assert set(others) - set(shared) == ({'transformer.wpe.weight'} if wpe == 'learned' else set())
+        assert all(torch.equal(others[name], p) for name, p in shared.items()) and torch.equal(other_batch, batch)
+    assert not torch.equal(seen['none', 1][1], batch)
+    assert not torch.equal(seen['none', 1][0]['transformer.wte.weight'], shared['transformer.wte.weight'])
+
+
+@pytest.mark.parametrize('wpe', SCHEMES)
+def test_it_learns(place, wpe):
+    """60 updates of any scheme bring the loss well below that of a uniform guess, which it starts near."""
+    assert train(place, wpe=wpe, max_iters=60, lr_decay_iters=60, eval_interval=60, batch_size=16, log_interval=60).code == 0
+    first, last = records(place, 'eval')
+    vocab_size = json.loads((place / 'data/tiny/meta.json').read_text('utf-8'))['vocab_size']
+    assert first['loss'] == pytest.approx(math.log(vocab_size), abs=0.1) and last['loss'] < first['loss'] - 0.7
+
+
+# ---- stop and resume ----------------------------------------------------------------------------------------------------------------
+
+def scramble():
+    """Leave the global generators in a state that a new process would not have."""
+    torch.manual_seed(time.time_ns() % 2**31), np.random.seed(time.time_ns() % 2**31)
+
+
+def assert_same_run(place, reference, step=6):
+    """Every loss of every update and every weight, to the bit; and the records are those of one run."""
+    assert losses(place) == losses(reference)
+    assert weights(place, step) == weights(reference, step)
+    told = [[(r['event'], r['step'], r['loss'].hex()) for r in records(each, 'train', 'eval', 'final')] for each in (place, reference)]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize('wpe', SCHEMES)
+def test_resume_is_never_having_stopped(place, straight, wpe):
+    """N + N updates = 2N updates, with dropout, accumulation and evaluations in between."""
+    assert train(place, wpe=wpe, **HARD, max_iters=3).code == 0
+    scramble()
+    assert train(place, wpe=wpe, **HARD, init_from='resume').code == 0
+    reference = straight(wpe=wpe, **HARD)
+    assert losses(place) == losses(reference) and weights(place, 6) == weights(reference, 6)
+
+
+def send(*signals):
+    return lambda *_: [os.kill(os.getpid(), each) for each in signals]
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('step', [0, 2, 5])
+def test_signal_in_an_update(place, straight, monkeypatch, number, step):
+    """The update is finished and saved, exit 75, and going on gives the bits of a run that was left alone."""
+    with monkeypatch.context() as patch:
+        at_update(patch, step, send(number))
+        done = train(place, **HARD)
+    assert done.code == 75 and f'{number.name}: saved at step {step + 1}' in done.text
+    assert checkpoint.load(place / 'out/a').step == step + 1 and records(place, 'final') == []
+    scramble()
+    assert train(place, **HARD, init_from='resume').code == 0
+    assert_same_run(place, straight(**HARD))
+
+
+MOMENTS = {
+    'before the first step': (script, 'describe', 1, 0),
+    'while compiling': (device, 'compile_model', 1, 0),
+    'in the first evaluation': (script, 'evaluate', 1, 0),
+    'in a later evaluation': (script, 'evaluate', 2, 2),
+    'in the last evaluation': (script, 'evaluate', 4, 6),
+    'in a save': (checkpoint, 'save', 1, 2),
+    'in the last save': (checkpoint, 'save', 3, 6),
+}
+
+
+@pytest.mark.parametrize('moment', MOMENTS)
+def test_signal_at_other_moments(place, straight, monkeypatch, moment):
+    """Wherever the signal comes: what was done is saved, exit 75, and resumed to the same bits and the same records."""
+    module, name, call, step = MOMENTS[moment]
+    calls, original = [], getattr(module, name)
+
+    def interrupted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, interrupted)
+        done = train(place, **HARD)
+    assert done.code == 75 and f'SIGTERM: saved at step {step};' in done.text and checkpoint.load(place / 'out/a').step == step
+    scramble()
+    assert train(place, **HARD, init_from='resume').code == 0
+    assert_same_run(place, straight(**HARD))
+
+
+@needs_fork
+@pytest.mark.parametrize('second', [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_at_once(place, straight, monkeypatch, second):
+    """For one who cannot wait: no save, and the checkpoint before is whole."""
+    at_update(monkeypatch, 3, send(signal.SIGTERM, second))
+    assert wait(fork_train(place, **HARD)) == -second
+    assert checkpoint.load(place / 'out/a').step == 2
+    monkeypatch.undo()
+    assert train(place, **HARD, init_from='resume').code == 0
+    assert_same_run(place, straight(**HARD))
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_signal_to_a_real_process(place, number):
+    """The script itself, started as users do, stopped at a moment nobody chose; resumed here, equal to a run that was left alone."""
+    settings = dict(HARD, max_iters=100_000, lr_decay_iters=100_000, eval_interval=10_000)
+    process = start(place, 'train.py', *flags(**settings))
+    deadline = time.time() + 120
+    while not records(place, 'train') and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    text = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, text
+    stopped = checkpoint.load(place / 'out/a').step
+    assert f'{number.name}: saved at step {stopped};' in text and stopped == len(losses(place))
+    settings['max_iters'] = stopped + 2
+    assert train(place, **settings, init_from='resume').code == 0
+    assert train(place, **settings, out_dir='out/b').code == 0
+    assert losses(place) == losses(place, 'out/b') and weights(place, stopped + 2) == weights(place, stopped + 2, 'out/b')
+
+
+@needs_fork
+@pytest.mark.slow
+def test_sigkill_at_random_moments(place, straight):
+    """SIGKILL, one time in two inside a save: every time the run goes on from a whole checkpoint, and ends in the same bits."""
+    settings = dict(HARD, max_iters=40, lr_decay_iters=40, checkpoint_interval=1, eval_interval=5)
+    random, kills, original = np.random.default_rng(5), 0, os.fsync
+    while kills < 6:
+        fatal, calls = int(random.integers(1, 60)), []
+
+        def fsync(handle):
+            calls.append(handle)
+            if len(calls) == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(handle)
+
+        inside = kills % 2 == 0
+        child = fork_train(place, lambda: setattr(os, 'fsync', fsync) if inside else None, **settings, init_from='auto')
+        if not inside:
+            time.sleep(random.uniform(0.02, 0.3))
+            os.kill(child, signal.SIGKILL)
+        code = wait(child)
+        if code == 0:
+            break  # the run was over before it was killed
+        assert code == -signal.SIGKILL, (place / 'printed').read_text()
+        kills += 1
+    assert kills > 2
+    assert train(place, **settings, init_from='auto').code == 0
+    reference = straight(**settings)
+    assert_same_run(place, reference, 40)
+    assert not list((place / 'out/a/ckpt').glob('.tmp*'))
+
+
+# ---- what a resumed run may and may not change --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('saved, settings', [
+    ({}, dict(wpe='sinusoidal')), (dict(wpe='rope'), dict(wpe='sinusoidal')), (dict(wpe='sinusoidal'), dict(wpe='rope')),
+    (dict(wpe='rope'), dict(wpe='rope', rope_base=500)), (dict(wpe='sinusoidal'), dict(wpe='sinusoidal', wpe_scale=1)),
+    ({}, dict(n_layer=2)), ({}, dict(n_head=1)), ({}, dict(n_embd=32)), ({}, dict(block_size=4)), ({}, dict(bias='false')),
+    ({}, dict(vocab_multiple=128))], ids=str)
+def test_another_model_is_refused(place, straight, saved, settings):
+    """Identity: under no flag is a checkpoint loaded as another model; strict loading alone would pass a change of scheme or base."""
+    copy_of(straight(**saved), place)
+    before = {path: path.read_bytes() for path in (place / 'out').rglob('*') if path.is_file()}
+    done = train(place, **settings, init_from='resume', allow_change='true', max_iters=7)
+    name = list(settings)[-1]
+    assert done.code == 2 and 'error: out/a holds another model:' in done.text and f'{name} was ' in done.text
+    assert before == {path: path.read_bytes() for path in (place / 'out').rglob('*') if path.is_file()}
+
+
+@pytest.mark.parametrize('settings', [
+    dict(learning_rate=0.02), dict(batch_size=2), dict(gradient_accumulation_steps=2), dict(seed=1), dict(dropout=0.2), dict(beta1=0.5),
+    dict(weight_decay=0), dict(grad_clip=0.5), dict(warmup_iters=1), dict(lr_decay_iters=7), dict(dtype='float32')], ids=str)
+def test_change_of_course_needs_leave(place, straight, settings):
+    """Refused with the setting and both values; with --allow_change it is done, said, and recorded."""
+    copy_of(straight(), place)
+    done = train(place, **settings, init_from='resume', max_iters=7)
+    (name, value), = settings.items()
+    assert done.code == 2 and f'{name} was ' in done.text and f', now {value}' in done.text and '--allow_change=true' in done.text
+    done = train(place, **settings, init_from='resume', max_iters=7, allow_change='true')
+    assert done.code == 0 and f'warning: resuming with a change: {name} was ' in done.text
+    assert json.loads((place / 'out/a/config.json').read_text())[name] == value
+
+
+def test_longer_run_changes_the_cosine(place):
+    """max_iters is free, but where lr_decay_iters follows from it, the learning rate would change: said by that name."""
+    assert train(place, lr_decay_iters=None).code == 0
+    done = train(place, lr_decay_iters=None, max_iters=8, init_from='resume')
+    assert done.code == 2 and 'lr_decay_iters was 6, now 8' in done.text
+    assert train(place, lr_decay_iters=6, max_iters=8, init_from='resume').code == 0
+    assert [r['lr'] for r in records(place, 'train')][6:] == [0.001, 0.001]
+
+
+def test_shorter_than_the_checkpoint(place, straight):
+    """A checkpoint past max_iters is refused, one at max_iters is done at once, with one final record."""
+    copy_of(straight(), place)
+    done = train(place, init_from='resume', max_iters=5)
+    assert done.code == 2 and 'out/a is at step 6, past max_iters=5' in done.text
+    assert train(place, init_from='resume').code == 0
+    assert_same_run(place, straight())
+
+
+def test_other_environment_is_told(place, straight):
+    """Another number of threads gives other bits: a warning, not a refusal."""
+    copy_of(straight(), place)
+    done = train(place, threads=2, init_from='resume', max_iters=7)
+    assert done.code == 0 and 'warning: threads was 1, now 2: same batches, but not the same bits' in done.text
+
+
+def test_data_replaced_between_save_and_resume(place, straight):
+    """Well-formed data, but not those of the run: refused by digest, before anything is written."""
+    copy_of(straight(), place)
+    (place / 'more.txt').write_text(bytes(range(32, 127)).decode() * 50)
+    for text in (place / 'more.txt', place / 'same.txt'):
+        if text.name == 'same.txt':  # the same characters, so that only the digest can tell
+            chars = json.loads((straight() / 'data/tiny/meta.json').read_text('utf-8'))['tokenizer']['chars']
+            text.write_text(chars * 50, encoding='utf-8')
+        process = start(place, 'prepare.py', 'tiny', f'--input={text}', '--tokenizer=char')
+        assert process.wait() == 0, process.stderr.read()
+        done = train(place, init_from='resume', max_iters=7)
+        told = 'its digest differs' if text.name == 'same.txt' else 'vocab_size was'
+        assert done.code == 2 and told in done.text and losses(place) == losses(straight())
+
+
+def test_damaged_newest_checkpoint(place, straight):
+    """Falls back with a warning, repeats the lost updates to the same bits, and replaces what was damaged."""
+    reference = straight()
+    copy_of(reference, place)
+    newest = place / 'out/a/ckpt/step_00000006/optim.safetensors'
+    newest.write_bytes(newest.read_bytes()[:-1])
+    done = train(place, init_from='resume', keep_checkpoints=1)
+    assert done.code == 0 and 'optim.safetensors has ' in done.text and 'falling back to step 4' in done.text
+    assert_same_run(place, reference)
+
+
+# ---- the run folder -----------------------------------------------------------------------------------------------------------------
+
+def test_folder_in_use_is_refused(place, straight):
+    """A second run neither mixes with nor deletes the first; --overwrite deletes it, but nothing that is not a run's."""
+    copy_of(straight(), place)
+    (place / 'out/a/notes.txt').write_text('mine')
+    done = train(place, max_iters=2)
+    assert done.code == 2 and 'out/a already holds a run: go on with --init_from=resume' in done.text and losses(place) == losses(straight())
+    done = train(place, max_iters=2, overwrite='true')
+    assert done.code == 0 and list(losses(place)) == [0, 1] and checkpoint.steps(place / 'out/a') == [2]
+    assert (place / 'out/a/notes.txt').read_text() == 'mine'
+
+
+def test_auto(place, straight):
+    """auto: starts where there is nothing, starts anew where nothing was saved yet, resumes where something was."""
+    done = train(place, init_from='auto', max_iters=3)
+    assert done.code == 0 and 'resuming' not in done.text
+    done = train(place, init_from='auto')
+    assert done.code == 0 and 'resuming out/a at step 3' in done.text and losses(place) == losses(straight())
+    shutil.rmtree(place / 'out/a/ckpt')
+    done = train(place, init_from='auto')
+    assert done.code == 0 and 'resuming' not in done.text
+    assert_same_run(place, straight())
+
+
+def test_resume_of_nothing(place):
+    """One line, not a new run by accident."""
+    done = train(place, init_from='resume')
+    assert done.code == 2 and 'error: out/a holds no checkpoint' in done.text and losses(place) == {}
+
+
+@needs_fork
+def test_second_process_in_one_folder(place):
+    """Refused within a second while the first runs; after a SIGKILL of the first the folder is free again."""
+    first = fork_train(place, max_iters=10**6, eval_interval=10**6)
+    try:
+        while not losses(place):
+            time.sleep(0.01)
+        started = time.time()
+        done = train(place, init_from='auto')
+        assert done.code == 2 and 'out/a is being trained by another process' in done.text and time.time() - started < 1
+    finally:
+        os.kill(first, signal.SIGKILL)
+    assert wait(first) == -signal.SIGKILL
+    assert train(place, init_from='auto').code == 0
+    with contextlib.chdir(place):
+        FileLock('out/a/.lock').acquire(timeout=0)  # and a run that has ended lets go
+
+
+@needs_fork
+def test_read_only_folder(place):
+    """Refused at start, with the path."""
+    (place / 'out').mkdir()
+    (place / 'out').chmod(0o555), place.chmod(0o755)
+    (place / 'printed').touch(), (place / 'printed').chmod(0o666)
+    child = fork_train(place, lambda: os.setuid(65534) if os.geteuid() == 0 else None)  # root may write anywhere
+    code = wait(child)
+    (place / 'out').chmod(0o755)
+    assert code == 2 and "error: Permission denied: 'out/a'" in (place / 'printed').read_text()
+
+
+@pytest.mark.parametrize('out_dir', ['file', 'file/run'])
+def test_folder_is_a_file(place, out_dir):
+    """The same for a path that cannot be a folder."""
+    (place / 'file').write_text('mine')
+    done = train(place, out_dir=out_dir)
+    assert done.code == 2 and f"'{out_dir}'" in done.text.splitlines()[-1] and (place / 'file').read_text() == 'mine'
+
+
+def test_folder_removed_while_training(place, monkeypatch):
+    """An error that names the path, and no half of a run put back in its place."""
+    at_update(monkeypatch, 3, lambda model: shutil.rmtree('out/a'))
+    done = train(place)
+    assert done.code == 2 and "error: No such file or directory: 'out/a/metrics.jsonl'" in done.text and not (place / 'out/a').exists()
+
+
+# ---- numbers that are not finite ----------------------------------------------------------------------------------------------------
+
+def poison_parameter(model, value):
+    model.transformer.ln_f.weight.data[3] = value
+
+
+def poison_gradient(model, value):
+    model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * value)
+
+
+def poison_micro_batch(model, value):
+    calls = []
+    model.register_forward_hook(lambda module, args, loss: loss * value if module.training and calls.append(1) or len(calls) == 3 else loss)
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+@pytest.mark.parametrize('poison', [poison_parameter, poison_gradient, poison_micro_batch])
+@pytest.mark.parametrize('step', [0, 3])
+def test_not_finite_stops_before_the_update(place, monkeypatch, poison, value, step):
+    """Exit 65 with the facts, no weight changed by it, the last checkpoint untouched; step 3 is the one before a save."""
+    seen = {}
+
+    def do(model):
+        poison(model, value)
+        seen.update(model=model, before={name: p.detach().clone() for name, p in model.named_parameters()})
+    made = at_update(monkeypatch, step, do)
+    done = train(place, gradient_accumulation_steps=4, batch_size=1)
+    assert done.code == 65 and made[-1] == step and 'Traceback' not in done.text
+    assert all(torch.equal(p.nan_to_num(7, 7, 7), seen['before'][name].nan_to_num(7, 7, 7)) for name, p in seen['model'].named_parameters())
+    facts = json.loads((place / 'out/a/crash.json').read_text())
+    assert facts['step'] == step and facts['learning_rate'] > 0 and {'loss', 'grad_norm'} <= set(facts)
+    assert f'error: not finite: step {step}, ' in done.text and f'The last checkpoint is step {2 if step else "none"}' in done.text
+    assert step not in losses(place) and checkpoint.steps(place / 'out/a') == ([2] if step else [])
+    if step:
+        monkeypatch.undo()
+        assert train(place, gradient_accumulation_steps=4, batch_size=1, init_from='resume').code == 0
+
+
+@pytest.mark.parametrize('settings', [{}, dict(eval_interval=100, checkpoint_interval=4), dict(checkpoint_interval=100)], ids=str)
+@pytest.mark.parametrize('stop', [False, True])
+def test_weights_that_are_not_finite_are_not_saved(place, monkeypatch, settings, stop):
+    """An update that itself ruins the weights, right before a save, an evaluation or a stop: exit 65, and no checkpoint of it."""
+    original = script.update
+
+    def update(model, *args):
+        result = original(model, *args)
+        if args[4] == 3:
+            poison_parameter(model, math.inf)
+            stop and os.kill(os.getpid(), signal.SIGTERM)
+        return result
+    monkeypatch.setattr(script, 'update', update)
+    done = train(place, **settings)
+    assert done.code == 65 and json.loads((place / 'out/a/crash.json').read_text())['weights'] == 'nan or inf'
+    assert max(checkpoint.steps(place / 'out/a'), default=0) < 4 and all(math.isfinite(r['loss']) for r in records(place, 'eval'))
+
+
+def test_spike_is_no_crash(place, monkeypatch):
+    """A learning rate 1,000 times too large for one step raises the loss; that is training's affair, recorded and not skipped."""
+    original = script.learning_rate_at
+    monkeypatch.setattr(script, 'learning_rate_at', lambda step, config: original(step, config) * (1000 if step == 2 else 1))
+    assert train(place).code == 0
+    lost = [r['loss'] for r in records(place, 'train')]
+    assert len(lost) == 6 and lost[3] > lost[2] + 1
+
+
+# ---- settings and machine -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(max_iters=0), 'max_iters=0 must be at least 1'), (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
+    (dict(beta2=1), 'beta2=1.0 must be at least 0 and below 1'), (dict(learning_rate=-1), 'learning_rate=-1.0 must not be negative'),
+    (dict(seed=-1), 'seed=-1 must not be negative'), (dict(seed=2**32), 'seed=4294967296 must be below 2**32'),
+    (dict(wpe='rotary'), 'wpe must be'), (dict(n_heads=2), 'did you mean n_head'), (dict(vocab_size=300), 'vocab_size=300 does not fit data/tiny'),
+    (dict(dataset='other'), 'data/other holds no prepared data'), (dict(block_size=5000), 'has 604 tokens, block_size=5000 needs at least 5001'),
+    (dict(device='cuda:99'), 'device=cuda:99 cannot be used'), (dict(device='gpu'), 'device=gpu cannot be used'),
+    (dict(device='meta'), 'device=meta cannot be used'), (dict(dtype='float16'), 'dtype=float16 needs CUDA, the device is cpu')], ids=str)
+def test_bad_settings(place, settings, message):
+    """Exit 2 with one line that says what is wrong, before a run folder is made."""
+    done = train(place, **settings)
+    assert done.code == 2 and message in done.text and done.text.startswith('error: ') and done.text.count('\n') == 1
+    assert not (place / 'out').exists()
+
+
+def test_largest_seed(place):
+    """Seeds and steps share 64 bits: the largest seed allowed is one that works."""
+    assert train(place, seed=2**32 - 1, max_iters=2).code == 0
+
+
+def test_word_that_is_no_setting(place):
+    """A forgotten --key= is not passed over."""
+    with pytest.raises(ValueError, match='shakespeare_rope is no config file'):
+        script.main(['shakespeare_rope'])
+
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(batch_size=700), 'warning: one update covers 5,600 tokens, more than the 5,421 there are'),
+    (dict(warmup_iters=6), 'warning: warmup_iters=6 never ends within max_iters=6')])
+def test_settings_that_make_little_sense(place, settings, message):
+    """Trained as asked, with a warning."""
+    done = train(place, max_iters=6 if 'warmup_iters' in settings else 1, **settings)
+    assert done.code == 0 and message in done.text
+
+
+@pytest.mark.parametrize('error', [RuntimeError('no compiler\nand more'), AssertionError()], ids=repr)
+@pytest.mark.parametrize('when', ['at once', 'when called'])
+def test_compiler_that_fails(place, straight, monkeypatch, error, when):
+    """auto: one warning, then the same losses as without; true: exit 2, since it was asked for."""
+    def fail(*args, **kwargs):
+        raise error
+    monkeypatch.setattr(torch, 'compile', lambda model, **_: fail if when == 'when called' else fail())
+    monkeypatch.setattr(device, 'resolve_compile', lambda compile, device: (True, 'so that auto tries'))
+    done = train(place)
+    assert done.code == 0 and done.text.count('warning: torch.compile failed') == 1 and 'compile: False' in done.text
+    assert losses(place) == losses(straight())
+    done = train(place, out_dir='out/b', compile='true')
+    assert done.code == 2 and f'error: torch.compile failed ({type(error).__name__}: ' in done.text and 'Traceback' not in done.text
+
+
+@pytest.mark.slow
+def test_compiled_trains_alike(place):
+    """torch.compile for real: the eager losses to rounding, dropout off; its checkpoint resumes without it, with a warning."""
+    done = train(place, compile='true')
+    assert done.code == 0 and 'compile: True' in done.text, done.text
+    assert train(place, out_dir='out/b').code == 0
+    for ours, theirs in zip(losses(place).values(), losses(place, 'out/b').values(), strict=True):
+        assert float.fromhex(ours) == pytest.approx(float.fromhex(theirs), abs=1e-4)
+    done = train(place, init_from='resume', max_iters=7)
+    assert done.code == 0 and 'warning: compile was True, now False' in done.text
+
+
+# ---- wandb, matplotlib --------------------------------------------------------------------------------------------------------------
+
+def fake_wandb(seen, fails=None):
+    def method(name):
+        def call(*args):
+            if name == fails:
+                raise ConnectionError(f'{name} failed')
+            seen.append((name, *args))
+        return call
+    return types.SimpleNamespace(log=method('log'), finish=method('finish'))
+
+
+@pytest.mark.parametrize('fails', ['import', 'init', 'log', 'finish'])
+def test_wandb_that_fails(place, straight, monkeypatch, fails):
+    """Warned once; the losses and metrics.jsonl are those of a run without it."""
+    def init(**_):
+        if fails == 'init':
+            raise ConnectionError('init failed')
+        return fake_wandb([], fails)
+    monkeypatch.setitem(sys.modules, 'wandb', None if fails == 'import' else types.SimpleNamespace(init=init, Settings=dict))
+    done = train(place, wandb='online')
+    assert done.code == 0 and done.text.count('warning: ') == 1 and 'wandb' in done.text
+    assert_same_run(place, straight())
+
+
+def test_wandb_mirrors_the_metrics(place, monkeypatch):
+    """Every record of metrics.jsonl, at its step, and the resolved config."""
+    seen, given = [], {}
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=lambda **settings: given.update(settings) or fake_wandb(seen), Settings=dict))
+    assert train(place, wandb='online', wandb_project='p').code == 0
+    mirrored = [('log', {f'{r["event"]}/{key}': value for key, value in r.items() if key not in ('event', 'step')}, r['step'])
+                for r in metrics.read(place / 'out/a')]
+    assert seen == [*mirrored, ('finish',)]
+    assert (given['project'], given['name'], given['mode'], given['config']['min_lr']) == ('p', 'a', 'online', 0.001)
+
+
+@pytest.mark.slow
+def test_wandb_offline_for_real(place, straight, monkeypatch):
+    """The real package without a network: its files lie in the run folder, and the losses are the same."""
+    pytest.importorskip('wandb')
+    process = start(place, 'train.py', *flags(wandb='offline'))
+    text = process.communicate(timeout=200)[1]
+    assert process.returncode == 0 and 'warning' not in text, text
+    assert list((place / 'out/a/wandb').glob('offline-run-*/*.wandb'))
+    assert_same_run(place, straight())
+
+
+def test_no_matplotlib(place, monkeypatch):
+    """A picture that cannot be drawn does not fail a run that is done."""
+    monkeypatch.setattr(plots, 'loss_curves', lambda *_: (_ for _ in ()).throw(ImportError('No module named matplotlib')))
+    done = train(place, plot=True)
+    assert done.code == 0 and 'warning: no loss.png: No module named matplotlib' in done.text
+
+
+# ---- metrics.jsonl ------------------------------------------------------------------------------------------------------------------
+
+def test_torn_metrics(place, straight):
+    """A line cut by a kill, bytes that are no text, JSON that is no record: passed over, and gone after a resume."""
+    copy_of(straight(max_iters=3), place)
+    with open(place / 'out/a/metrics.jsonl', 'ab') as file:
+        file.write(b'7\n{"event": "train"}\n{"step": 9}\n\xff\xfe\n{"event": "train", "step": 3, "lo')
+    assert train(place, init_from='resume').code == 0
+    assert losses(place) == losses(straight())
+    assert all(json.loads(line)['event'] for line in (place / 'out/a/metrics.jsonl').read_text().splitlines())
