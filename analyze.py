@@ -106,7 +106,9 @@ def beside_controls(name, table, initial, config, title, path, centred=False):
     """Measure a table (T, C) and its controls, and draw them into `path`: ({column: measures}, text).
 
     The sinusoids have the table's RMS. centred: all of them less their mean row, as mean effects are by definition."""
-    used = table[config.skip_rows:]
+    used = tables.usable(table, config.skip_rows)
+    if not used.any():
+        raise ValueError(f'{title}: every row is zero, there is nothing to analyse')
     title += f', from row {config.skip_rows} on' if config.skip_rows else ''
     sinusoids = sinusoidal_table(0, *table.shape).double().numpy()
     columns = {name: table, 'initial': initial,
@@ -127,8 +129,8 @@ def table_section(where, table, initial, config, to):
 def rope_section(where, config):
     turns = unfinished_turns(config)
     lengths = ', '.join(f'{length:,.0f}' for length in turns['unfinished_wavelengths']) or 'none'
-    return turns, (f'{where}: {turns["unfinished"]} of {turns["frequencies"]} frequencies ({turns["unfinished_share"]:.0%}) '
-                   f'never complete a turn within the {turns["trained_length"]} tokens trained on.\n'
+    share = f'{turns["unfinished"]} of {turns["frequencies"]} frequencies ({turns["unfinished_share"]:.0%})'
+    return turns, (f'{where}: {share} never complete a turn within the {turns["trained_length"]} tokens trained on.\n'
                    f'Their wavelengths in tokens: {lengths}\n')
 
 
@@ -151,7 +153,7 @@ def analyse_run(path, config, to):
     device_name, _ = device.resolve_device(config.device)
     model, _, found = checkpoint.load_model(path, config.step, device_name)
     settings, scheme, sections = found.state['config'], model.config.wpe, {}
-    untrained = GPT(model.config, settings['seed']).to(device_name).eval()
+    untrained = GPT(model.config, settings.get('seed', config.seed)).to(device_name).eval()
     where = f'{path} ({scheme}, step {found.step})'
     if scheme == 'learned':
         table, initial = (m.transformer.wpe.weight.detach().cpu().double().numpy() for m in (model, untrained))
@@ -159,9 +161,9 @@ def analyse_run(path, config, to):
     if scheme == 'rope':
         sections['rope'] = rope_section(where, model.config)
     try:
-        data = Data(os.path.join('data', settings['dataset']))
+        data = Data(os.path.join('data', settings.get('dataset', 'none')))
         data.check_length(model.config.block_size)
-        if data.digest != found.state['data_digest']:
+        if data.digest != found.state.get('data_digest'):
             raise ValueError(f'data/{settings["dataset"]} is not what {path} was trained on (its digest differs)')
     except ValueError as error:
         if not sections:
@@ -180,11 +182,11 @@ def main(argv=None):
     if not is_run and not os.path.exists(os.path.join(path, 'config.json')):
         raise ValueError(f'{path} is neither a run folder (no ckpt/) nor a Hugging Face folder (no config.json)')
     to = config.to or (os.path.join(path, 'analysis') if is_run else 'out/analysis')
+    table, std = (None, None) if is_run else read_hugging_face(path)
     os.makedirs(to, exist_ok=True)
     if is_run:
         about, sections = analyse_run(path, config, to)
     else:
-        table, std = read_hugging_face(path)
         initial = np.random.default_rng(config.seed).normal(0, std, table.shape)  # which draw it was is not known
         about, sections = {'wpe': 'learned'}, {'table': table_section(path, table, initial, config, to)}
     report = {'source': path, **about, 'seed': config.seed, 'skip_rows': config.skip_rows,

@@ -1,8 +1,8 @@
 """GPT-2 in one file, with a selectable position scheme.
 
 The model is GPT-2 (Radford et al. 2019): pre-norm blocks, tied input and output embeddings, tanh GELU. What can be chosen is how it
-learns where a token stands: `wpe = 'learned' | 'sinusoidal' | 'rope' | 'none' | 'alibi'`. The scheme touches the model in three places, marked
-"position scheme 1/3" to "3/3" below; everything else is the same code and, at the same seed, the same weights.
+learns where a token stands: `wpe = 'learned' | 'sinusoidal' | 'rope' | 'none' | 'alibi'`. The scheme touches the model in three
+places, marked "position scheme 1/3" to "3/3" below; everything else is the same code and, at the same seed, the same weights.
 
 This file needs torch alone and can be copied out on its own.
 Shapes in comments: B batch, T tokens, C n_embd, H n_head, D = C/H head size, V vocabulary, L n_layer.
@@ -10,7 +10,7 @@ Shapes in comments: B batch, T tokens, C n_embd, H n_head, D = C/H head size, V 
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
@@ -37,7 +37,7 @@ class GPTConfig:
     # how rope goes past the length it was trained at; extend.py sets these
     rope_scaling: Literal['none', 'linear', 'ntk', 'dynamic', 'yarn', 'llama3'] = 'none'
     rope_factor: float = 1.0    # how many times longer; 1 is plain rope whatever the method
-    rope_trained: int | None = None  # tokens of context before scaling; none = block_size
+    rope_trained: int | None = None  # tokens of context that scaling starts from; none = block_size
     yarn_beta_fast: float = 32.0  # yarn: pairs that turn more often than this within rope_trained are left alone
     yarn_beta_slow: float = 1.0   # yarn: pairs that turn less often than this are interpolated
     yarn_attention: float | None = None  # yarn: cos and sin are multiplied by this; none = 0.1 ln(rope_factor) + 1
@@ -46,27 +46,30 @@ class GPTConfig:
 
     def problems(self):
         """What is wrong with these settings: one sentence each, naming the field, its value and what would be right."""
-        found = []
-        for name in ('block_size', 'vocab_size', 'vocab_multiple', 'n_layer', 'n_head', 'n_embd'):
-            if getattr(self, name) < 1:
-                found.append(f'{name}={getattr(self, name)} must be at least 1')
-        if not 0 <= self.dropout < 1:
-            found.append(f'dropout={self.dropout} must be at least 0 and below 1')
-        for name in ('wpe_std', 'wpe_scale'):
-            if getattr(self, name) < 0:
-                found.append(f'{name}={getattr(self, name)} must not be negative')
-        if self.rope_base <= 1:
-            found.append(f'rope_base={self.rope_base} must be above 1 (10000 is usual)')
-        for name in ('sinusoidal_factor', 'rope_factor'):
-            if getattr(self, name) < 1:
-                found.append(f'{name}={getattr(self, name)} must be at least 1')
-        if self.rope_trained is not None and not 1 <= self.rope_trained <= self.block_size:
-            found.append(f'rope_trained={self.rope_trained} must be 1 to block_size={self.block_size}')
+        found, inf = [], math.inf
+        for name in ('wpe', 'rope_scaling'):
+            choices = get_args(GPTConfig.__annotations__[name])
+            if getattr(self, name) not in choices:
+                found.append(f'{name}={getattr(self, name)} must be one of {", ".join(choices)}')
+        for names, fits, right in (  # in a form that nan does not pass
+                ('block_size vocab_size vocab_multiple n_layer n_head n_embd', lambda x: x >= 1, 'at least 1'),
+                ('dropout', lambda x: 0 <= x < 1, 'at least 0 and below 1'),
+                ('wpe_std wpe_scale', lambda x: 0 <= x < inf, 'at least 0'),
+                ('sinusoidal_factor rope_factor', lambda x: 1 <= x < inf, 'at least 1'),
+                ('rope_base', lambda x: 1 < x < inf, 'above 1 (10000 is usual)'),
+                ('rope_trained', lambda x: x is None or x >= 1, 'at least 1'),
+                ('yarn_attention', lambda x: x is None or 0 < x < inf, 'above 0')):
+            found += [f'{name}={getattr(self, name)} must be {right}' for name in names.split() if not fits(getattr(self, name))]
         for low, high in (('yarn_beta_slow', 'yarn_beta_fast'), ('llama3_low', 'llama3_high')):
-            if not 0 < getattr(self, low) < getattr(self, high):
+            if not 0 < getattr(self, low) < getattr(self, high) < inf:
                 found.append(f'{low}={getattr(self, low)} must be above 0 and below {high}={getattr(self, high)}')
-        if self.yarn_attention is not None and self.yarn_attention <= 0:
-            found.append(f'yarn_attention={self.yarn_attention} must be above 0')
+        if self.wpe == 'rope' and self.rope_factor > 1:
+            if self.rope_scaling == 'none':
+                found.append(f'rope_factor={self.rope_factor} does nothing without a rope_scaling')
+            reach = self.rope_factor * (self.rope_trained or self.block_size)  # dynamic and llama3 go further
+            if self.rope_scaling in ('linear', 'ntk', 'yarn') and reach < self.block_size * (1 - 1e-9):  # more than rounding
+                found.append(f'rope_factor={self.rope_factor} times rope_trained={self.rope_trained} ends at {reach:g}, before '
+                             f'block_size={self.block_size}: use rope_factor={self.block_size / self.rope_trained:g}')
         if self.n_head >= 1 and self.n_embd >= 1:
             step = self.n_head * (2 if self.wpe == 'rope' else 1)
             if self.n_embd % step:
@@ -84,6 +87,12 @@ class GPTConfig:
     @property
     def padded_vocab_size(self):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def stable_length(self):
+        """Tokens up to which a sequence has the angles of every shorter one; past it dynamic scaling changes all with each token."""
+        dynamic = self.wpe == 'rope' and self.rope_scaling == 'dynamic' and self.rope_factor > 1
+        return (self.rope_trained or self.block_size) if dynamic else math.inf
 
 
 # ---- position tables: pure functions of the positions, computed in float64 on the CPU and rounded once to float32 -------------------
@@ -106,30 +115,32 @@ def rope_frequencies(config, length):
 
     Scaling slows the pairs down so that rope_factor times as many tokens stay within the angles seen in training:
     linear (Chen et al. 2023) all alike; ntk (bloc97 2023) by a larger base: the fastest not at all, the slowest by the whole factor;
-    dynamic the same, by how far `length`, that of the sequence at hand, exceeds rope_trained; yarn (Peng et al. 2024) and llama3 (Dubey
-    et al. 2024) by how often a pair turns within rope_trained: often, not at all; hardly once, by the factor; a ramp between."""
-    size, factor, trained = config.n_embd // config.n_head, config.rope_factor, config.rope_trained or config.block_size
-    base, pair = config.rope_base, torch.arange(0, size, 2, dtype=torch.float64, device='cpu')
-    if factor == 1 or config.rope_scaling == 'none':
-        return base ** (-pair / size), 1.0
-    if config.rope_scaling == 'dynamic':
-        factor = max(1.0, factor * length / trained - (factor - 1))
-    if config.rope_scaling in ('ntk', 'dynamic'):
-        return (base * factor ** (size / max(size - 2, 1))) ** (-pair / size), 1.0
-    frequency = base ** (-pair / size)
-    if config.rope_scaling == 'linear':
+    dynamic likewise, by factor * length / rope_trained - (factor - 1), with `length` that of the sequence at hand, as in transformers;
+    yarn (Peng et al. 2024) and llama3 (Dubey et al. 2024) by how often a pair turns within rope_trained: often, not at all; hardly once,
+    by the whole factor; a ramp between."""
+    method, factor, trained = config.rope_scaling, config.rope_factor, config.rope_trained or config.block_size
+    base, size = config.rope_base, config.n_embd // config.n_head
+    pair = torch.arange(size // 2, dtype=torch.float64, device='cpu')
+    frequency = base ** (-2 * pair / size)
+    if method == 'none' or factor == 1:
+        return frequency, 1.0
+    if method == 'linear':
         return frequency / factor, 1.0
-    turns = trained * frequency / (2 * math.pi)                  # within the trained length
-    if config.rope_scaling == 'llama3':
+    if method in ('ntk', 'dynamic'):
+        if method == 'dynamic':
+            factor = max(1.0, factor * length / trained - (factor - 1))
+        return (base * factor ** (size / max(size - 2, 1))) ** (-2 * pair / size), 1.0
+    if method == 'llama3':
+        turns = trained * frequency / (2 * math.pi)              # within the trained length
         keep = ((turns - config.llama3_low) / (config.llama3_high - config.llama3_low)).clamp(0, 1)
         return keep * frequency + (1 - keep) * frequency / factor, 1.0
     # yarn: the ramp is linear in the index of the pair, between those that turn beta_fast and beta_slow times, as in the authors' code
     low, high = (size * math.log(trained / (beta * 2 * math.pi)) / (2 * math.log(base))
                  for beta in (config.yarn_beta_fast, config.yarn_beta_slow))
     low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
-    interpolate = ((pair / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
+    keep = 1 - ((pair - low) / max(high - low, 0.001)).clamp(0, 1)
     attention = 0.1 * math.log(factor) + 1 if config.yarn_attention is None else config.yarn_attention
-    return interpolate * frequency / factor + (1 - interpolate) * frequency, attention
+    return keep * frequency + (1 - keep) * frequency / factor, attention
 
 
 def rope_table(start, end, frequency, attention=1.0):
@@ -209,7 +220,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                 # (B, H, S, D), S >= T
         mask = None if bias is None else bias.to(q.dtype)         # position scheme 3/3, alibi: scores fall with distance
-        if mask is None and 1 < T < k.size(2):  # a chunk after a prefix: is_causal aligns top left, so the lower-right mask is written out
+        if mask is None and 1 < T < k.size(2):                    # a chunk after a prefix: is_causal would align its mask top left
             mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
                                            dropout_p=self.dropout if self.training else 0.0)
@@ -274,13 +285,15 @@ class GPT(nn.Module):
             self.init_weights(seed)
 
     def build_tables(self):
-        """The fixed tables of 'sinusoidal', 'rope', 'alibi': float32 buffers on the weights' device, never stored in a checkpoint."""
+        """The table of 'sinusoidal', 'rope' or 'alibi': a float32 buffer on the weights' device, never stored in a checkpoint."""
         if self.config.wpe in ('sinusoidal', 'rope', 'alibi'):
-            table = alibi_slopes(self.config.n_head) if self.config.wpe == 'alibi' else self.compute_table(0, self.config.block_size)
+            table = self.compute_table(0, min(self.config.block_size, self.config.stable_length))
             self.register_buffer('wpe_table', table.to(self.lm_head.weight.device), persistent=False)
 
     def compute_table(self, start, end):
         config = self.config
+        if config.wpe == 'alibi':
+            return alibi_slopes(config.n_head)                    # (H,), whatever the positions
         if config.wpe == 'sinusoidal':
             return sinusoidal_table(start, end, config.n_embd, config.sinusoidal_factor) * config.wpe_scale  # (T, C)
         return rope_table(start, end, *rope_frequencies(config, length=end))  # (2, T, D/2)
@@ -309,15 +322,10 @@ class GPT(nn.Module):
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], 'little'))
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
-    def dynamic_at(self, length):
-        """Whether the angles at a sequence of `length` differ from those of a shorter one."""
-        config = self.config
-        return (config.wpe == 'rope' and config.rope_scaling == 'dynamic' and config.rope_factor > 1
-                and length > (config.rope_trained or config.block_size))
-
     def position_table(self, start, end):
-        """Rows start..end-1 of the fixed table. Beyond block_size they are computed for the call and not kept: no state, no surprise."""
-        if end <= self.config.block_size and self.config.rope_scaling != 'dynamic':
+        """Rows start..end-1 of the table for a sequence that ends there. Beyond the stored ones they are computed for the call and not
+        kept: no state, no surprise."""
+        if end <= self.wpe_table.size(-2):
             return self.wpe_table[..., start:end, :]
         return self.compute_table(start, end).to(self.wpe_table.device)
 
@@ -332,9 +340,9 @@ class GPT(nn.Module):
         if self.config.wpe == 'learned' and start + T > self.config.block_size:  # here, since on CUDA it would be a device assert
             raise ValueError(f'position {start + T - 1} is outside the learned table: block_size={self.config.block_size} has '
                              f'positions 0 to {self.config.block_size - 1}')
-        if self.dynamic_at(start + T) and start > 0 and cache is not None:
-            raise ValueError(f'position {start} is cached under other angles: dynamic scaling past {self.config.rope_trained} '
-                             'tokens changes every key, encode the whole sequence anew')
+        if cache is not None and start > 0 and start + T > self.config.stable_length:
+            raise ValueError(f'{start + T} tokens turn by other angles than the {start} in the cache: past {self.config.stable_length} '
+                             'dynamic scaling changes every key with every token, so pass the whole sequence to a new cache')
         x = self.transformer.wte(idx)                             # (B, T, C)
         rope = bias = None
         if self.config.wpe == 'learned':                          # position scheme 2/3: added to the tokens, or handed to attention
@@ -366,9 +374,9 @@ class GPT(nn.Module):
         """Continue idx (B, T), T >= 1: yields max_new_tokens tensors (B, 1). Dropout is off meanwhile.
 
         Past block_size the window slides. 'learned' and 'sinusoidal' re-encode the last block_size tokens at every step, as positions
-        shift under them. The others go on with the cache: positions keep growing, the oldest key is dropped, and what the kept keys
-        of layers above the first once saw of dropped tokens stays in them. So does rope under dynamic
-        scaling past rope_trained, whose angles all change. Without use_cache every scheme re-encodes."""
+        shift under them; so does rope under dynamic scaling past rope_trained, as all angles change. The others go on with the cache:
+        positions keep growing, the oldest key is dropped, and what the kept keys of layers above the first once saw of dropped tokens
+        stays in them. Without use_cache every scheme re-encodes."""
         if idx.size(1) == 0:
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training
@@ -376,9 +384,9 @@ class GPT(nn.Module):
         try:
             window = idx[:, -block_size:]
             cache, fresh = None, window
+            cacheable = min(self.config.stable_length, block_size if self.config.wpe in ('learned', 'sinusoidal') else math.inf)
             for _ in range(max_new_tokens):
-                slides = cache is not None and cache.position >= block_size and self.config.wpe in ('learned', 'sinusoidal')
-                if cache is None or slides or self.dynamic_at(cache.position + 1):
+                if cache is None or cache.position >= cacheable:
                     cache, fresh = KVCache(self.config.n_layer, block_size) if use_cache else None, window
                 logits = self(fresh, cache=cache, last_only=True)[:, -1]  # (B, V)
                 fresh = sample_token(logits, temperature, top_k, top_p, generator)
@@ -426,12 +434,13 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     top_p keeps the smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al. 2020)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)  # the likeliest at 0, so that none overflows
     if top_k is not None and top_k < logits.size(-1):
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if top_p is not None and top_p < 1.0:
         p, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        drop = p.cumsum(dim=-1) - p >= top_p                      # what the likelier ones already cover
+        drop = p.cumsum(dim=-1) - p >= max(top_p, 1e-9)           # what the likelier ones already cover; never all
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)

@@ -16,7 +16,7 @@ COLORS = ('#1f4e9c', '#8a8a8a', '#d9822b', '#2f9e63')  # the table, initial, ran
 
 
 def text_table(columns, rows, skip_rows):
-    """{column: measures} as text, a measure a line, and how to read it. rows: how many there are, skipped ones included."""
+    """{column: measures} as text, a measure a line, and how to read it. rows: of the table, skipped ones included."""
     lines = [['', *columns]]
     for measure, (label, form) in LABELS.items():
         cells = [row[measure] for row in columns.values()]
@@ -24,13 +24,12 @@ def text_table(columns, rows, skip_rows):
     widths = [max(map(len, cells)) for cells in zip(*lines)]
     text = ['  '.join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines]
     first, walk = next(iter(columns.values())), columns['random walk']
-    pair = '' if first['toeplitz'] is None else f' Here {first["toeplitz"]:.2f} against {walk["toeplitz"]:.2f}.'
-    text.append("A random walk's components look sinusoidal too: compare the Toeplitz index, 1 where the cosine of two "
-                f'rows depends on their distance alone.{pair}')
-    text.append(f'Guessing gives an error of {(rows - skip_rows) / 4:.0f} rows, and of 50 % for which row is later.')
+    pair = '' if first['toeplitz'] is None else f', here {first["toeplitz"]:.2f} against {walk["toeplitz"]:.2f}'
+    text.append(f"A random walk's components look sinusoidal too: compare the Toeplitz index{pair}.")
+    text.append('It is 1 where the cosine of two rows depends on their distance alone. Guessing errs by '
+                f'{(rows - skip_rows) / 4:.0f} rows, and in 50 % of pairs.')
     if not skip_rows and first['norm_row0'] > 2 * first['norm_median']:
-        text.append(f'Row 0 is an outlier, {first["norm_row0"] / first["norm_median"]:.1f} times the median norm: '
-                    '--skip_rows=1 leaves it out of all other lines.')
+        text.append('Row 0 is an outlier, over twice the median norm: --skip_rows=1 leaves it out of all other lines.')
     return '\n'.join(text)
 
 

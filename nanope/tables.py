@@ -17,6 +17,16 @@ def random_walk(rows, width, step, seed):
     return steps.cumsum(axis=0) * step / np.sqrt(width)
 
 
+def usable(table, skip_rows):
+    """The rows of a table that take part, float64. ValueError where fewer than 16 are left or one is not finite."""
+    if len(table) - skip_rows < MIN_ROWS:
+        raise ValueError(f'{len(table)} positions less skip_rows={skip_rows} are too few: it takes {MIN_ROWS}')
+    bad = (~np.isfinite(table)).any(axis=1).sum()
+    if bad:
+        raise ValueError(f'{bad} of {len(table)} rows hold values that are not finite: the training has diverged')
+    return np.asarray(table[skip_rows:], dtype=np.float64)
+
+
 def step_size(table):
     """RMS distance of neighbouring rows."""
     return float(np.sqrt((np.diff(table, axis=0) ** 2).sum(axis=1).mean()))
@@ -162,14 +172,9 @@ def position_share(means, squares, n, skip_rows=0):
 
 def measure(table, seed=0, skip_rows=0):
     """Every measure of a table (T, C) as plain values; nan where it has none. The norm of row 0 is told apart, and the
-    first skip_rows rows take no part in the rest. Raises ValueError where fewer than 16 are left or are not finite."""
-    table = np.asarray(table, dtype=np.float64)
-    if len(table) - skip_rows < MIN_ROWS:
-        raise ValueError(f'{len(table)} positions less skip_rows={skip_rows} are too few: it takes {MIN_ROWS}')
-    if not np.isfinite(table).all():
-        bad = (~np.isfinite(table)).any(axis=1).sum()
-        raise ValueError(f'{bad} of {len(table)} rows hold values that are not finite: the training has diverged')
-    norms, row0, table = np.linalg.norm(table[skip_rows:], axis=1), np.linalg.norm(table[0]), table[skip_rows:]
+    first skip_rows rows take no part in the rest. ValueError: see usable()."""
+    row0, table = np.linalg.norm(table[0]), usable(table, skip_rows)
+    norms = np.linalg.norm(table, axis=1)
     gram, (shares, curves) = cosine_gram(table), components(table)
     fits = [sinusoid_fit(curve) if share > 1e-12 else (np.nan, np.nan) for share, curve in zip(shares, curves.T)]
     return {'norm_row0': float(row0), 'norm_median': float(np.median(norms)), 'norm_last': float(norms[-1]),

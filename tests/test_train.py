@@ -14,6 +14,7 @@ import pytest
 import torch
 from filelock import FileLock
 from hypothesis import given, strategies as st
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train as script
 from nanope import checkpoint, device, metrics, plots
@@ -154,6 +155,29 @@ def test_micro_batches_split_the_batch(place, monkeypatch):
         assert len(rows) == 2 * parts
         seen[parts] = torch.cat(rows)
     assert torch.equal(seen[1], seen[2]) and torch.equal(seen[1], seen[4]) and not torch.equal(seen[1][:8], seen[1][8:])
+
+
+def test_dropout_differs_from_update_to_update(place, monkeypatch):
+    """Seeded by the step: four micro-batches of two updates have four masks; the same seed repeats them, another one does not."""
+    masks = {}
+    for name, seed in (('a', 1), ('b', 1), ('c', 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            at_update(patch, 0, lambda model: model.transformer.drop.register_forward_hook(
+                lambda module, args, out: masks.setdefault(name, []).append((out == 0).numpy().tobytes()) if module.training else None))
+            assert train(place, out_dir=f'out/{name}', seed=seed, **HARD, max_iters=2).code == 0
+    assert len(set(masks['a'])) == 4 and masks['a'] == masks['b'] and set(masks['a']).isdisjoint(masks['c'])
+
+
+@pytest.mark.parametrize('clip', [0.25, 0])
+def test_gradients_are_clipped(place, clip):
+    """What reaches the optimizer has at most norm grad_clip, 0 leaves it alone; what is recorded is the norm before."""
+    norms = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(
+        torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group['params']]).norm().item()))
+    assert train(place, grad_clip=clip).code == 0
+    handle.remove()
+    before = [r['grad_norm'] for r in records(place, 'train')]
+    assert min(before) > 0.25 and norms == pytest.approx([clip or norm for norm in before], rel=1e-4)
 
 
 def test_schemes_share_batches_and_weights(place):
