@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
+import nanope  # noqa: F401 (before torch)
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm

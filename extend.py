@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
+import nanope  # noqa: F401 (before torch)
 import torch
 
 from model import GPTConfig

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+import nanope  # noqa: F401 (before torch)
 import torch
 
 from nanope import checkpoint, device

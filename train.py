@@ -1,7 +1,8 @@
 """Train a GPT-2: python train.py config/shakespeare_rope.py --max_iters=500
 
-Settings come from TrainConfig below, then config files, then --key=value; --help lists them all. The run folder out_dir receives the resolved
-config, metrics.jsonl, loss.png and checkpoints. SIGINT (Ctrl-C) or SIGTERM saves and stops; --init_from=resume goes on, bit for bit.
+Settings come from TrainConfig below, then config files, then --key=value; --help lists them all. The run folder out_dir receives the
+resolved config, metrics.jsonl, loss.png and checkpoints. SIGINT (Ctrl-C) or SIGTERM saves and stops; --init_from=resume goes on, bit
+for bit.
 """
 import json
 import math
@@ -13,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
+import nanope  # noqa: F401 (before torch)
 import torch
 from tqdm import tqdm
 
@@ -180,8 +182,9 @@ def resume(found, config, data, model, optimizer, scaler, names, environment):
     if found.step > config.max_iters:
         raise ValueError(f'{config.out_dir} is at step {found.step}, past max_iters={config.max_iters}')
     checkpoint.load_weights(model, found.tensors('model'), found.path)
-    if found.step:  # AdamW has no state before its first update
-        checkpoint.load_optimizer(optimizer, found.tensors('optim'), names, found.path)
+    moments = found.tensors('optim')
+    if moments:  # AdamW has none before its first update
+        checkpoint.load_optimizer(optimizer, moments, names, found.path)
     if found.state['scaler']:  # empty where the run did not scale: then a new scaler finds its scale
         scaler.load_state_dict(found.state['scaler'])
     metrics.rewind(config.out_dir, found.step)
@@ -318,7 +321,7 @@ def main(argv=None):
             took = time.perf_counter() - started
             seconds = took if seconds is None else 0.9 * seconds + 0.1 * took
             if step % config.log_interval == 0 or step + 1 == config.max_iters:
-                record('train', loss=loss, lr=lr, grad_norm=norm, tokens_per_s=update_tokens / took)
+                record('train', loss=loss, lr=lr, grad_norm=norm if math.isfinite(norm) else None, tokens_per_s=update_tokens / took)
             step, evaluated = step + 1, False
             mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak:.1%}' if peak else ''
             left = bar.format_interval((config.max_iters - step) * seconds)

@@ -144,11 +144,25 @@ def verify(path):
     return Checkpoint(path, manifest['step'], read_json(os.path.join(path, 'state.json')), manifest['environment'])
 
 
+def no_checkpoint(run):
+    """A sentence on a folder without checkpoints, which names the run folders that may have been meant."""
+    path = os.path.normpath(run)
+    around = path.partition(os.sep + 'ckpt')[0]
+    if around != path and steps(around):
+        return f'{run} holds no checkpoint itself: give its run folder, {around}'
+    for folder in (path, os.path.dirname(path) or '.'):  # below it, else beside it
+        inside = [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
+        runs = [each for each in inside if steps(each)]
+        if runs:
+            return f'{run} holds no checkpoint; these do: {", ".join(runs[:10])}' + (f' and {len(runs) - 10} more' if runs[10:] else '')
+    return f'{run} holds no checkpoint (nothing like {run}/ckpt/step_00001000): train it first'
+
+
 def load(run, step='latest'):
     """The checkpoint of `run` at step 'latest' (the newest that verifies), 'best', or a number. Raises ValueError where there is none."""
     there = steps(run)
     if not there:
-        raise ValueError(f'{run} holds no checkpoint (nothing like {run}/ckpt/step_00001000); train it first, or give another --out_dir')
+        raise ValueError(no_checkpoint(run))
     if step != 'latest':
         number = best_step(run) if step == 'best' else step
         if number not in there:
@@ -182,7 +196,8 @@ def check_fit(shapes, tensors, where):
     found += [f'{name} has shape {tuple(tensors[name].shape)} instead of {tuple(shape)}'
               for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
     if found:
-        raise ValueError(f'{where} does not fit the model: ' + '; '.join(found[:10]) + (f' and {len(found) - 10} more' if found[10:] else ''))
+        more = f' and {len(found) - 10} more' if found[10:] else ''
+        raise ValueError(f'{where} does not fit the model: {"; ".join(found[:10])}{more}')
 
 
 @torch.no_grad()

@@ -29,8 +29,11 @@ def flags(**settings):
 
 
 def train(place, plot=False, **settings):
-    """python train.py in folder `place`, but in this process and, unless plot, without loss.png, which takes longest. Leaves no trace in it."""
-    handlers, threads, text = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}, torch.get_num_threads(), io.StringIO()
+    """python train.py in folder `place`, but in this process and, unless plot, without loss.png, which takes longest.
+
+    Signal handlers and the number of threads are put back."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    threads, text = torch.get_num_threads(), io.StringIO()
     try:
         with contextlib.chdir(place), contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             with contextlib.nullcontext() if plot else mock.patch.object(plots, 'loss_curves'):

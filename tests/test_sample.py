@@ -236,7 +236,9 @@ def test_no_run_and_no_checkpoint(models, tmp_path):
     (tmp_path / 'started/ckpt').mkdir(parents=True)
     refused(sample(tmp_path / 'started'), tmp_path / 'started', 'no checkpoint')
     for path in ('ckpt', 'ckpt/step_00000007', 'ckpt/step_00000007/model.safetensors'):
-        refused(sample(models['rope'][0] / path), models['rope'][0] / path, 'no checkpoint')
+        refused(sample(models['rope'][0] / path), 'no checkpoint', f'give its run folder, {models["rope"][0]}\n')
+    for path in (models['rope'][0].parent, models['rope'][0].parent / 'absent'):
+        refused(sample(path), f'{path} holds no checkpoint; these do: ', *(out_dir for out_dir, _ in models.values()))
     for step in (6, -7, 10**30, 'best'):
         refused(sample(models['rope'][0], step=step), f'step {step}', 'it has 7')
 

@@ -1,5 +1,6 @@
 """The training loop: what it computes, that stop and resume changes no bit, and how it ends when something goes wrong."""
 import contextlib
+import functools
 import json
 import math
 import os
@@ -277,6 +278,7 @@ def test_signal_at_other_moments(place, straight, monkeypatch, moment):
         patch.setattr(module, name, interrupted)
         done = train(place, **HARD)
     assert done.code == 75 and f'SIGTERM: saved at step {step};' in done.text and checkpoint.load(place / 'out/a').step == step
+    assert name != 'evaluate' or all(r['step'] < step for r in records(place, 'eval'))  # it was not waited for
     scramble()
     assert train(place, **HARD, init_from='resume').code == 0
     assert_same_run(place, straight(**HARD))
@@ -394,11 +396,36 @@ def test_shorter_than_the_checkpoint(place, straight):
     assert_same_run(place, straight())
 
 
-def test_other_environment_is_told(place, straight):
-    """Another number of threads gives other bits: a warning, not a refusal."""
+@pytest.mark.parametrize('settings, told', [(dict(threads=2), 'threads was 1, now 2'),
+                                            (dict(dtype='bfloat16', allow_change='true'), 'dtype was float32, now bfloat16')], ids=str)
+def test_other_environment_is_told(place, straight, settings, told):
+    """Another number of threads or number format gives other bits: a warning, not a refusal."""
     copy_of(straight(), place)
-    done = train(place, threads=2, init_from='resume', max_iters=7)
-    assert done.code == 0 and 'warning: threads was 1, now 2: same batches, but not the same bits' in done.text
+    done = train(place, **settings, init_from='resume', max_iters=7)
+    assert done.code == 0 and f'warning: {told}: same batches, but not the same bits' in done.text
+
+
+@pytest.mark.parametrize('init_scale', [2.0**16, 2.0**40])
+def test_loss_scale_is_resumed(place, prepared, monkeypatch, init_scale):
+    """float16 scales the loss by what trial has found: resumed to the same bits, even where all updates so far were skipped."""
+    shutil.copytree(prepared / 'data', place / 'whole/data')
+    monkeypatch.setattr(device, 'resolve_dtype', lambda *_: ('float16', 'to see on the CPU what CUDA does'))
+    monkeypatch.setattr(torch.amp, 'GradScaler', functools.partial(torch.amp.GradScaler, init_scale=init_scale))
+    assert train(place, **HARD, max_iters=3).code == 0
+    skipped = checkpoint.load(place / 'out/a').state['scaler']['scale'] < init_scale
+    assert skipped == (init_scale > 2**30)
+    assert all(json.loads(line, parse_constant=pytest.fail) for line in (place / 'out/a/metrics.jsonl').open())  # null, not NaN
+    assert train(place, **HARD, init_from='resume').code == 0 and train(place / 'whole', **HARD).code == 0
+    assert losses(place) == losses(place / 'whole') and weights(place, 6) == weights(place / 'whole', 6)
+    assert checkpoint.load(place / 'out/a').state['scaler'] == checkpoint.load(place / 'whole/out/a').state['scaler']
+
+
+def test_new_loss_scale(place, straight, monkeypatch):
+    """Where the saved run did not scale, since it ran elsewhere, the scaler starts anew."""
+    copy_of(straight(), place)
+    monkeypatch.setattr(device, 'resolve_dtype', lambda *_: ('float16', 'to see on the CPU what CUDA does'))
+    done = train(place, init_from='resume', max_iters=7)
+    assert done.code == 0 and checkpoint.load(place / 'out/a').state['scaler']['scale'] > 1
 
 
 def test_data_replaced_between_save_and_resume(place, straight):
@@ -434,7 +461,8 @@ def test_folder_in_use_is_refused(place, straight):
     copy_of(straight(), place)
     (place / 'out/a/notes.txt').write_text('mine')
     done = train(place, max_iters=2)
-    assert done.code == 2 and 'out/a already holds a run: go on with --init_from=resume' in done.text and losses(place) == losses(straight())
+    assert done.code == 2 and 'out/a already holds a run: go on with --init_from=resume' in done.text
+    assert losses(place) == losses(straight())
     done = train(place, max_iters=2, overwrite='true')
     assert done.code == 0 and list(losses(place)) == [0, 1] and checkpoint.steps(place / 'out/a') == [2]
     assert (place / 'out/a/notes.txt').read_text() == 'mine'
@@ -574,8 +602,9 @@ def test_spike_is_no_crash(place, monkeypatch):
     (dict(max_iters=0), 'max_iters=0 must be at least 1'), (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
     (dict(beta2=1), 'beta2=1.0 must be at least 0 and below 1'), (dict(learning_rate=-1), 'learning_rate=-1.0 must not be negative'),
     (dict(seed=-1), 'seed=-1 must not be negative'), (dict(seed=2**32), 'seed=4294967296 must be below 2**32'),
-    (dict(wpe='rotary'), 'wpe must be'), (dict(n_heads=2), 'did you mean n_head'), (dict(vocab_size=300), 'vocab_size=300 does not fit data/tiny'),
-    (dict(dataset='other'), 'data/other holds no prepared data'), (dict(block_size=5000), 'has 604 tokens, block_size=5000 needs at least 5001'),
+    (dict(wpe='rotary'), 'wpe must be'), (dict(n_heads=2), 'did you mean n_head'),
+    (dict(vocab_size=300), 'vocab_size=300 does not fit data/tiny'), (dict(dataset='other'), 'data/other holds no prepared data'),
+    (dict(block_size=5000), 'has 604 tokens, block_size=5000 needs at least 5001'),
     (dict(device='cuda:99'), 'device=cuda:99 cannot be used'), (dict(device='gpu'), 'device=gpu cannot be used'),
     (dict(device='meta'), 'device=meta cannot be used'), (dict(dtype='float16'), 'dtype=float16 needs CUDA, the device is cpu')], ids=str)
 def test_bad_settings(place, settings, message):
@@ -660,7 +689,8 @@ def test_wandb_that_fails(place, straight, monkeypatch, fails):
 def test_wandb_mirrors_the_metrics(place, monkeypatch):
     """Every record of metrics.jsonl, at its step, and the resolved config."""
     seen, given = [], {}
-    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=lambda **settings: given.update(settings) or fake_wandb(seen), Settings=dict))
+    init = lambda **settings: given.update(settings) or fake_wandb(seen)  # noqa: E731
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init, Settings=dict))
     assert train(place, wandb='online', wandb_project='p').code == 0
     mirrored = [('log', {f'{r["event"]}/{key}': value for key, value in r.items() if key not in ('event', 'step')}, r['step'])
                 for r in metrics.read(place / 'out/a')]
