@@ -1,162 +1,175 @@
-"""Give a trained run a longer (or shorter) context: python extend.py out/shakespeare_learned --block_size=256 --method=lowrank
+"""Give a trained run a longer (or shorter) context: python extend.py out/shakespeare_learned --block_size=256
 
-Writes a new run folder whose checkpoint samples, evaluates and fine-tunes (train.py --init_from=FOLDER) like any other. What can be done
-depends on the position scheme: a learned table needs rows that were never trained; rope needs other angles, or none; a sinusoidal table can
-be computed further or stretched; 'none' and 'alibi' have nothing that ends. A shorter context crops.
+Writes a new run folder with one checkpoint that samples, evaluates and fine-tunes like any other. It has no
+metrics.jsonl: the losses so far are those of the run it came from. What can be done depends on the position scheme:
+a learned table needs rows that were never trained; rope needs other angles, or none; a sinusoidal table can be computed
+further or stretched; 'none' and 'alibi' have nothing that ends. A shorter context crops.
 """
 import os
+import shutil
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import nanope  # noqa: F401 (before torch)
 import torch
 
 from model import GPTConfig
 from nanope import checkpoint
 from nanope.configurator import configure, run
-from nanope.files import write_json
+from nanope.files import sync, write_json
+from nanope.rows import FITS, hold_last, low_rank, repeat_all, stretch, try_low_rank
 
-METHODS = {  # by scheme; the first is the default
-    'learned': {'lowrank': 'fit a low-rank model to the trained rows and extrapolate its component series',
+METHODS = {  # by scheme; the first is what auto takes
+    'learned': {'lowrank': 'continue its principal components, in the way that predicts held-back rows best',
                 'hold': 'repeat the last row',
                 'tile': 'repeat the table from its start (Longformer, Beltagy et al. 2020)',
-                'interpolate': 'stretch the table; every row changes',
-                'random': 'rows as at the start of training, N(0, wpe_std)'},
-    'rope': {'yarn': 'interpolate slow pairs, keep fast ones, sharpen attention', 'linear': 'interpolate all pairs',
-             'ntk': 'a larger base', 'dynamic': 'a base that grows with the sequence', 'llama3': 'as yarn, by wavelength, same attention',
-             'none': 'plain rope at positions that were never trained'},
-    'sinusoidal': {'recompute': 'the same formula at positions that were never trained', 'interpolate': 'positions divided by the factor'},
-    'none': {'none': 'nothing to do'},
-    'alibi': {'none': 'nothing to do'},
+                'interpolate': 'stretch the table; every row but the first changes',
+                'random': 'draw rows as at the start of training, N(0, wpe_std)'},
+    'rope': {'yarn': 'slow down pairs that hardly turn within the trained length, sharpen attention (Peng et al. 2024)',
+             'linear': 'slow down all pairs alike (position interpolation, Chen et al. 2023)',
+             'ntk': 'a larger base: the slower a pair, the more it is slowed down (bloc97 2023)',
+             'dynamic': 'as ntk, by the length of the sequence at hand; nothing changes up to the trained one',
+             'llama3': 'as yarn, with another ramp, and attention as it was (Dubey et al. 2024)',
+             'none': 'plain rope, at positions that were never trained'},
+    'sinusoidal': {'recompute': 'the same formula, at positions that were never trained',
+                   'interpolate': 'divide positions by the factor'},
+    'none': {'none': 'nothing to do, there are no positions'},
+    'alibi': {'none': 'nothing to do, there is no table that ends'},
 }
-RANKS = (1, 2, 4, 8, 16, 32)
+OPTIONS = {  # which methods look at them
+    'rank': ('lowrank',), 'fit': ('lowrank',), 'seed': ('random',),
+    'factor': ('yarn', 'linear', 'ntk', 'dynamic', 'llama3', 'interpolate'),
+    'yarn_beta_fast': ('yarn',), 'yarn_beta_slow': ('yarn',), 'yarn_attention': ('yarn',),
+    'llama3_low': ('llama3',), 'llama3_high': ('llama3',),
+}
+NAMES = tuple(dict.fromkeys(name for methods in METHODS.values() for name in methods))
 
 
 @dataclass
 class ExtendConfig:
     block_size: int = 0                 # the new context length, tokens
-    method: Literal['lowrank', 'hold', 'tile', 'interpolate', 'random', 'yarn', 'linear', 'ntk', 'dynamic', 'llama3', 'recompute', 'none',
-                    'auto'] = 'auto'    # see above; auto = the first that fits the scheme
+    method: Literal['auto', *NAMES] = 'auto'  # auto: lowrank, yarn, recompute or none, by the scheme
     out_dir: str | None = None          # new run folder; none = the old one's name with _<block_size>_<method>
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint to extend
     rank: int | None = None             # lowrank: components; none = chosen on held-back rows
-    fit: Literal['sinusoid', 'var', 'cubic'] | None = None  # lowrank: how a component goes on; none = chosen on held-back rows
-    seed: int = 1337                    # random: draws the rows
-    yarn_beta_fast: float = 32.0        # yarn: see model.py
-    yarn_beta_slow: float = 1.0
-    yarn_attention: float | None = None
+    fit: Literal[*FITS] | None = None   # lowrank: how components go on; none = chosen on held-back rows
+    seed: int = 1337                    # random: the rows follow from it
+    factor: float | None = None         # rope, interpolated sinusoids: how many times longer; none = than was trained
+    yarn_beta_fast: float = GPTConfig.yarn_beta_fast  # these as in model.py
+    yarn_beta_slow: float = GPTConfig.yarn_beta_slow
+    yarn_attention: float | None = GPTConfig.yarn_attention
+    llama3_low: float = GPTConfig.llama3_low
+    llama3_high: float = GPTConfig.llama3_high
 
     def problems(self):
         found = []
         if self.block_size < 1:
-            found.append('block_size is the new context length: give --block_size=N, at least 1')
-        if self.rank is not None and self.rank < 1:
-            found.append(f'rank={self.rank} must be at least 1')
+            found.append(f'block_size={self.block_size} must be the new context length, at least 1')
+        for name, least in (('rank', 1), ('factor', 1), ('seed', 0)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                found.append(f'{name}={getattr(self, name)} must be at least {least}')
         return found
 
 
-# ---- extrapolating a component series (n, r) by m steps, float64 -----------------------------------------------------------------------
-
-def go_on_cubic(series, m):
-    """A cubic through each column's last quarter, at least 8 points, going on."""
-    n = len(series)
-    last = min(n, max(8, n // 4))
-    x = np.arange(n - last, n + m) / n
-    return np.stack([np.polyval(np.polyfit(x[:last], column[-last:], min(3, last - 1)), x[last:]) for column in series.T], axis=1)
-
-
-def go_on_var(series, m):
-    """z[t+1] = z[t] A + b by ridge regression, iterated from the last row. With eigenvalues below 1 it drifts to the mean."""
-    past = np.concatenate([series[:-1], np.ones((len(series) - 1, 1))], axis=1)
-    A = np.linalg.solve(past.T @ past + 1e-6 * np.trace(past.T @ past) / past.shape[1] * np.eye(past.shape[1]), past.T @ series[1:])
-    rows = [series[-1]]
-    for _ in range(m):
-        rows.append(np.append(rows[-1], 1.0) @ A)
-    return np.stack(rows[1:])
+def choose_method(config, old, path):
+    """The method that extends a run (its GPTConfig); 'crop' if it gets shorter. Raises ValueError where that cannot be."""
+    methods = METHODS[old.wpe]
+    if config.method not in ('auto', *methods):
+        fitting = '; '.join(f'{name}: {what}' for name, what in methods.items())
+        raise ValueError(f'--method={config.method} does not fit {path}, whose wpe={old.wpe}. What does: {fitting}')
+    if config.block_size == old.block_size:
+        raise ValueError(f'block_size={config.block_size} is what {path} has already')
+    method = next(iter(methods)) if config.method == 'auto' else config.method
+    method = 'crop' if config.block_size < old.block_size else method
+    for name, users in OPTIONS.items():
+        used = method in users and not (name == 'factor' and old.wpe == 'learned')
+        if getattr(config, name) != getattr(ExtendConfig, name) and not used:
+            raise ValueError(f'--{name}={getattr(config, name)} does nothing for wpe={old.wpe}, --method={method}: '
+                             'leave it out')
+    return method
 
 
-def go_on_sinusoid(series, m):
-    """The best a + b cos(wt) + c sin(wt) of each column, of 0.1 to n/4 turns within the n rows, going on."""
-    n, t = len(series), np.arange(len(series) + m)
-    best = np.full(series.shape[1], np.inf)
-    out = np.empty((m, series.shape[1]))
-    for turns in np.geomspace(0.1, max(n / 4, 0.2), 200):
-        basis = np.stack([np.ones(n + m), np.cos(2 * np.pi * turns * t / n), np.sin(2 * np.pi * turns * t / n)], axis=1)
-        weights = np.linalg.lstsq(basis[:n], series, rcond=None)[0]
-        error = ((basis[:n] @ weights - series) ** 2).sum(axis=0)
-        better = error < best
-        out[:, better], best[better] = (basis[n:] @ weights)[:, better], error[better]
-    return out
+def is_scaled(config):
+    return config.wpe == 'rope' and config.rope_scaling != 'none' and config.rope_factor > 1
 
 
-FITS = {'sinusoid': go_on_sinusoid, 'var': go_on_var, 'cubic': go_on_cubic}
+def trained_length(old, extended):
+    """Tokens of context that a run was trained on, at unscaled positions.
+
+    extended: what extend.py wrote into its checkpoint, None if it has been trained since."""
+    if is_scaled(old):
+        return old.rope_trained or old.block_size
+    if extended:
+        return extended['trained']
+    return old.block_size / old.sinusoidal_factor if old.wpe == 'sinusoidal' else old.block_size
 
 
-def low_rank(table, m, rank, fit):
-    """m more rows of table (n, C): its mean and first `rank` principal components, each component's series continued by `fit`.
-
-    Row 0 is left out of the fit, an outlier in trained tables. New rows get no larger norm than the largest trained one."""
-    rows = table[1:]
-    mean = rows.mean(axis=0)
-    U, S, V = np.linalg.svd(rows - mean, full_matrices=False)
-    new = FITS[fit]((U * S)[:, :rank], m) @ V[:rank] + mean
-    norm, limit = np.linalg.norm(new, axis=1, keepdims=True), np.linalg.norm(rows, axis=1).max()
-    return new * np.minimum(1, limit / np.maximum(norm, 1e-30))
-
-
-def row_error(predicted, true):
-    """Median over rows of |predicted - true| / |true|."""
-    return float(np.median(np.linalg.norm(predicted - true, axis=1) / np.linalg.norm(true, axis=1)))
-
-
-def choose_low_rank(table, m, rank, fit):
-    """(rank, fit) with the least error on held-back rows: the last min(m, n/2) are predicted from those before. Prints the trials."""
-    n = len(table)
-    held = min(m, n // 2)
-    known, true = table[:n - held], table[n - held:]
-    trials = {(r, f): row_error(low_rank(known, held, r, f), true) for f in ([fit] if fit else FITS)
-              for r in ([rank] if rank else RANKS) if r < len(known) - 1}
-    if not trials:
-        raise ValueError(f'a table of {n} rows is too short to fit {rank or RANKS[0]} components: use --method=hold')
-    best = min(trials, key=trials.get)
-    print(f'error on the last {held} rows, predicted from those before: ' +
-          ', '.join(f'rank {r} {f} {error:.2f}' for (r, f), error in trials.items()))
-    print(f'for comparison: hold {row_error(np.repeat(known[-1:], held, axis=0), true):.2f}, '
-          f'tile {row_error(known[np.arange(held) % len(known)], true):.2f}; chosen: rank {best[0]}, {best[1]}')
-    return best
+def new_settings(config, old, method, trained):
+    """The fields of GPTConfig to change, {name: value}. A scaling replaces the one that a run has, if any."""
+    changes = {'block_size': config.block_size}
+    factor = config.factor or max(config.block_size / trained, 1.0)
+    if method == 'crop' and is_scaled(old):
+        changes['rope_trained'] = trained                         # the angles stay as they are
+    elif method == 'interpolate' and old.wpe == 'sinusoidal':
+        changes['sinusoidal_factor'] = factor
+    elif method == 'none' and old.wpe == 'rope':
+        changes |= {'rope_scaling': 'none', 'rope_factor': 1.0, 'rope_trained': None}
+    elif method != 'crop' and old.wpe == 'rope':
+        changes |= {'rope_scaling': method, 'rope_factor': factor, 'rope_trained': trained}
+        changes |= {name: getattr(config, name) for name in OPTIONS if name.startswith(('yarn', 'llama3'))}
+    return changes
 
 
-def extend_table(table, block_size, config, wpe_std):
-    """A learned table (n, C) float32 tensor with block_size rows. Trained rows stay as they are, but for 'interpolate'."""
-    n = len(table)
-    m = block_size - n
-    if m <= 0:
-        return table[:block_size].clone()
-    rows = table.double().numpy()
-    if config.method == 'random':
-        return torch.cat((table, torch.randn(m, table.size(1), generator=torch.Generator().manual_seed(config.seed)) * wpe_std))
-    if config.method == 'hold':
-        new = np.repeat(rows[-1:], m, axis=0)
-    elif config.method == 'tile':
-        new = rows[np.arange(n, block_size) % n]
-    elif config.method == 'lowrank':
-        new = low_rank(rows, m, *choose_low_rank(rows, m, config.rank, config.fit))
-    else:  # interpolate: row p of the new table stands at p (n-1)/(block_size-1) of the old one
-        at = np.arange(block_size) * (n - 1) / (block_size - 1)
-        return torch.from_numpy(np.stack([np.interp(at, np.arange(n), column) for column in rows.T], axis=1)).float()
-    return torch.cat((table, torch.from_numpy(new).float()))
+def extend_table(table, config, method, wpe_std):
+    """A learned table, float32 array, with block_size rows. Old rows stay bit for bit, but for 'interpolate'."""
+    m, rows = config.block_size - len(table), table.astype(np.float64)
+    if method == 'crop':
+        return table[:config.block_size]
+    if method == 'interpolate':
+        return stretch(rows, config.block_size).astype(np.float32)
+    if method == 'random':
+        new = np.random.default_rng(config.seed).normal(0, wpe_std, (m, table.shape[1]))
+    elif method in ('hold', 'tile'):
+        new = hold_last(rows, m) if method == 'hold' else repeat_all(rows, m)
+    else:
+        errors, simple, held = try_low_rank(rows, m, config.rank, config.fit)
+        rank, fit = min(errors, key=errors.get)
+        tried = ', '.join(f'rank {rank} {fit} {error:.2f}' for (rank, fit), error in errors.items())
+        print(f'relative error on the last {held} rows, predicted from those before: {tried}; '
+              f'hold {simple["hold"]:.2f}, tile {simple["tile"]:.2f}. Chosen: rank {rank} {fit}')
+        if errors[rank, fit] > simple['hold']:
+            print('warning: on these rows --method=hold is better than any of them', file=sys.stderr)
+        new = low_rank(rows, m, rank, fit)
+    return np.concatenate((table, new.astype(np.float32)))
 
 
-def extend_moments(optim, n, block_size, method):
-    """The optimizer's moments of the table: cropped, or zero for new rows; all zero where every row changed."""
+def extend_moments(optim, block_size, method):
+    """Fit AdamW's moments of a learned table to block_size rows, in place. Returns what was done, in words."""
     for name in ('exp_avg.transformer.wpe.weight', 'exp_avg_sq.transformer.wpe.weight'):
         old = optim[name]
         optim[name] = old.new_zeros(block_size, old.size(1))
-        if method != 'interpolate' or block_size <= n:
-            optim[name][:n] = old[:block_size]
-    return optim
+        if method != 'interpolate':
+            optim[name][:len(old)] = old[:block_size]
+    if method == 'interpolate':
+        return 'reset to zero, since all rows have changed'
+    return f'cropped to {block_size} rows' if method == 'crop' else f'zero for the {block_size - len(old)} new rows'
+
+
+def write_run(out_dir, step, model, optim, state, environment):
+    """A run folder with one checkpoint: it is there whole, or not at all. Returns the checkpoint's folder."""
+    parent, name = os.path.split(os.path.abspath(out_dir))
+    temporary = os.path.join(parent, f'.tmp-{name}')
+    shutil.rmtree(temporary, ignore_errors=True)                  # left by one that was killed
+    os.makedirs(temporary)
+    try:
+        checkpoint.save(temporary, step, model, optim, state, environment)
+        write_json(os.path.join(temporary, 'config.json'), state['config'])
+        os.rename(temporary, out_dir)
+        sync(parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return checkpoint.step_folder(out_dir, step)
 
 
 def main(argv=None):
@@ -164,42 +177,34 @@ def main(argv=None):
     if len(runs) != 1:
         raise ValueError('give one run folder: python extend.py out/RUN --block_size=N')
     found = checkpoint.load(runs[0], config.step)
-    old = checkpoint.model_config(found)
-    methods = METHODS[old.wpe]
-    if config.method == 'auto':
-        config.method = next(iter(methods))
-    if config.method not in methods:
-        raise ValueError(f'--method={config.method} does not fit wpe={old.wpe}: ' + '; '.join(f'{m}: {what}' for m, what in methods.items()))
-    if config.block_size == old.block_size:
-        raise ValueError(f'{runs[0]} has block_size={old.block_size} already')
-    config.out_dir = config.out_dir or f'{os.path.normpath(runs[0])}_{config.block_size}_{config.method}'
-    if os.path.exists(config.out_dir):
-        raise ValueError(f'{config.out_dir} exists: give another --out_dir')
+    old, extended = checkpoint.model_config(found), found.state.get('extended')
+    method = choose_method(config, old, runs[0])
+    out_dir = config.out_dir or f'{os.path.normpath(runs[0])}_{config.block_size}_{method}'
+    if os.path.exists(out_dir):
+        raise ValueError(f'{out_dir} exists: give another --out_dir')
+    trained = trained_length(old, extended)
+    changes = new_settings(config, old, method, trained)
+    replace(old, **changes)                                       # raises ValueError where they do not fit together
 
-    trained, grows = old.rope_trained or old.block_size, config.block_size > old.block_size
-    changes = {'block_size': config.block_size}
+    crop = 'cropped' + (f'; --method={config.method} has no part in that' if config.method != 'auto' else '')
+    print(f'{runs[0]}, step {found.step}, wpe={old.wpe}: block_size {old.block_size} -> {config.block_size}, '
+          + (crop if method == 'crop' else f'{method}: {METHODS[old.wpe][method]}'))
+    changed = [f'{name} {getattr(old, name)} -> {value}' for name, value in changes.items() if getattr(old, name) != value]
+    if changed[1:]:
+        print('settings: ' + ', '.join(changed[1:]))
     model, optim = found.tensors('model'), found.tensors('optim')
     if old.wpe == 'learned':
+        if extended and extended['block_size'] < old.block_size and method != 'crop':
+            print(f'warning: rows {extended["block_size"]} to {old.block_size - 1} come from --method={extended["method"]} '
+                  'and were not trained since', file=sys.stderr)
         name = 'transformer.wpe.weight'
-        model[name] = extend_table(model[name], config.block_size, config, old.wpe_std)
-        optim = extend_moments(optim, old.block_size, config.block_size, config.method) if optim else optim
-    elif grows and old.wpe == 'sinusoidal' and config.method == 'interpolate':
-        changes['sinusoidal_factor'] = old.sinusoidal_factor * config.block_size / old.block_size
-    elif old.wpe == 'rope' and grows and config.method != 'none':
-        changes |= {'rope_scaling': config.method, 'rope_trained': trained,
-                    'rope_factor': config.block_size / trained,
-                    **{key: getattr(config, key) for key in ('yarn_beta_fast', 'yarn_beta_slow', 'yarn_attention')}}
-    elif old.wpe == 'rope':
-        changes['rope_trained'] = min(trained, config.block_size)
-    state = {**found.state, 'config': {**found.state['config'], **changes, 'out_dir': config.out_dir},
-             'extended': {'from': runs[0], 'step': found.step, 'block_size': old.block_size, 'method': config.method}}
-    GPTConfig(**{field.name: state['config'][field.name] for field in fields(GPTConfig) if field.name in state['config']})  # checks
-    os.makedirs(os.path.join(config.out_dir, 'ckpt'))
-    path = checkpoint.save(config.out_dir, found.step, model, optim, state, found.environment)
-    write_json(os.path.join(config.out_dir, 'config.json'), state['config'])
-    what = methods[config.method] if grows else 'cropped'
-    print(f'{path}: block_size {old.block_size} -> {config.block_size}, {old.wpe}, {config.method}: {what}')
-    print(f'next: python train.py --init_from={config.out_dir} --out_dir={config.out_dir}_tuned ..., or compare.py on both folders')
+        model[name] = torch.from_numpy(extend_table(model[name].numpy(), config, method, old.wpe_std))
+        if optim:                                                 # AdamW has none before its first update
+            print(f"AdamW's moments of the table: {extend_moments(optim, config.block_size, method)}")
+    state = {**found.state, 'config': {**found.state['config'], **changes, 'out_dir': out_dir},
+             'extended': {'from': runs[0], 'block_size': old.block_size, 'method': method, 'trained': trained}}
+    print('wrote ' + write_run(out_dir, found.step, model, optim, state, found.environment))
+    print(f'next: python sample.py --out_dir={out_dir}, or python train.py --init_from={out_dir} --out_dir={out_dir}_tuned')
 
 
 if __name__ == '__main__':

@@ -422,9 +422,9 @@ class GPT(nn.Module):
 
     def optimizer_groups(self, weight_decay):
         """Matrices (wte and wpe among them, as in nanoGPT) decay; biases and LayerNorm weights do not."""
-        decay = [p for p in self.parameters() if p.dim() >= 2]
-        no_decay = [p for p in self.parameters() if p.dim() < 2]
-        assert len(decay) + len(no_decay) == len(list(self.parameters())), 'a parameter is in no group or in two'
+        trained = [p for p in self.parameters() if p.requires_grad]
+        decay, no_decay = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+        assert len(decay) + len(no_decay) == len(trained), 'a parameter is in no group or in two'
         return [{'params': decay, 'weight_decay': weight_decay}, {'params': no_decay, 'weight_decay': 0.0}]
 
 

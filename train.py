@@ -7,7 +7,6 @@ for bit.
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, metrics, plots
+from nanope import checkpoint, device, metrics, plots, runfolder
 from nanope.configurator import configure, run
 from nanope.evaluate import evaluate
 from nanope.files import lock_folder, write_json
@@ -32,7 +31,9 @@ EXIT_DONE, EXIT_NONFINITE, EXIT_STOPPED = 0, 65, 75
 class TrainConfig(GPTConfig):
     # the run
     out_dir: str = 'out/run'            # run folder
-    init_from: Literal['scratch', 'resume', 'auto'] = 'scratch'  # auto: resume where there is something to resume, else start
+    init_from: str = 'scratch'          # scratch, resume, auto (resume where there is something to, else start), or a run folder
+                                        # whose model to start from, with a fresh optimizer
+    train_only: Literal['all', 'wpe'] = 'all'  # wpe: leave everything but a learned position table as it is
     overwrite: bool = False             # delete the run that out_dir already holds
     allow_change: bool = False          # resume although settings that change the course of training differ from the saved ones
     seed: int = 1337                    # weights, batches and dropout follow from it
@@ -82,11 +83,6 @@ class TrainConfig(GPTConfig):
         return found
 
 
-IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
-FREE = {'out_dir', 'init_from', 'overwrite', 'allow_change', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
-        'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'threads', 'compile'}
-
-
 def learning_rate_at(step, config):
     """Linear warm-up to learning_rate, cosine to min_lr at lr_decay_iters, min_lr after it. Defined for every step and setting."""
     if step < config.warmup_iters:
@@ -95,40 +91,6 @@ def learning_rate_at(step, config):
         return config.min_lr
     done = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
-
-
-def check_resume(config, saved):
-    """Compare a run's saved config with the present one. Raises ValueError naming every setting that must not, or not silently, differ."""
-    changed = [name for name, value in asdict(config).items() if name in saved and saved[name] != value and name not in FREE]
-    tell = [f'{name} was {saved[name]}, now {getattr(config, name)}' for name in changed]
-    if any(name in IDENTITY for name in changed):
-        raise ValueError(f'{config.out_dir} holds another model: {"; ".join(tell)}. Use the saved settings or another --out_dir')
-    if changed and not config.allow_change:
-        raise ValueError(f'resuming {config.out_dir} would change the course of training: {"; ".join(tell)}. '
-                         'Use the saved settings, or --allow_change=true')
-    for line in tell:
-        print(f'warning: resuming with a change: {line}', file=sys.stderr)
-
-
-def open_run(config):
-    """Check the run folder, and empty it where that is asked for. Returns the checkpoint to resume from, or None for a fresh run."""
-    held = checkpoint.steps(config.out_dir)
-    used = os.path.exists(os.path.join(config.out_dir, 'config.json'))
-    if config.init_from == 'resume' or config.init_from == 'auto' and held:
-        found = checkpoint.load(config.out_dir)
-        check_resume(config, found.state['config'])
-        return found
-    if used or held:
-        if not (config.overwrite or config.init_from == 'auto'):
-            raise ValueError(f'{config.out_dir} already holds a run: go on with --init_from=resume, start anew with --overwrite=true, '
-                             'or give another --out_dir')
-        for name in ('ckpt', 'metrics.jsonl', 'config.json', 'loss.png', 'crash.json'):  # what train.py wrote, and nothing else
-            path = os.path.join(config.out_dir, name)
-            if os.path.isdir(path):
-                shutil.rmtree(path)
-            elif os.path.exists(path):
-                os.remove(path)
-    return None
 
 
 def catch_signals():
@@ -203,13 +165,14 @@ def crash(config, step, **facts):
     return EXIT_NONFINITE
 
 
-def save(config, step, model, optimizer, scaler, names, data, environment):
+def save(config, step, model, optimizer, scaler, names, data, environment, origin):
     """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints."""
     try:
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
     except ValueError:
-        state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest, 'scaler': scaler.state_dict()}
-        checkpoint.save(config.out_dir, step, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors(optimizer, names),
+        state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
+                 'scaler': scaler.state_dict(), 'origin': origin}
+        checkpoint.save(config.out_dir, step, dict(model.named_parameters()), checkpoint.optimizer_tensors(optimizer, names),
                         state, environment)
     evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
     held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
@@ -248,22 +211,30 @@ def main(argv=None):
         torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision('high')  # TF32 on CUDA
     data = Data(os.path.join('data', config.dataset))
-    data.check_length(config.block_size)
     if config.vocab_size not in (GPTConfig.vocab_size, data.vocab_size):
         raise ValueError(f'vocab_size={config.vocab_size} does not fit data/{config.dataset}, which has {data.vocab_size}: leave it out')
     config.vocab_size = data.vocab_size
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     config.min_lr = config.learning_rate / 10 if config.min_lr is None else config.min_lr
+    resumed, started = runfolder.find_start(config, data.tokenizer)
+    data.check_length(config.block_size)
+    if config.train_only == 'wpe' and config.wpe != 'learned':
+        raise ValueError(f'--train_only=wpe: a model with wpe={config.wpe} has no position table to train')
 
     device_name, why_device = device.resolve_device(config.device)
     dtype, why_dtype = device.resolve_dtype(config.dtype, device_name, config.n_embd)
     autocast = device.autocast(device_name, dtype)
     lock = lock_folder(config.out_dir, 'trained')  # noqa: F841 (held until the process ends)
-    resumed = open_run(config)
     caught = catch_signals()
+    if not resumed:
+        runfolder.clear(config.out_dir)
 
     model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed).to(device_name)
-    names = {p: name for name, p in model.named_parameters()}
+    if started:
+        checkpoint.load_weights(model, started.tensors('model'), started.path)
+    if config.train_only == 'wpe':
+        model.requires_grad_(False).transformer.wpe.requires_grad_(True)
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     compiled, is_compiled, why_compile = device.compile_model(model, config.compile, config.batch_size, device_name, autocast)
     fused = torch.device(device_name).type in ('cuda', 'cpu')
     optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=fused)
@@ -271,9 +242,9 @@ def main(argv=None):
     environment = device.environment(device_name, dtype, is_compiled)
     describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype), 'compile': (is_compiled, why_compile)})
 
-    step = 0
+    step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
     if resumed:
-        step = resume(resumed, config, data, model, optimizer, scaler, names, environment)
+        step, origin = resume(resumed, config, data, model, optimizer, scaler, names, environment), resumed.state.get('origin')
     write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
     wandb = metrics.start_wandb(config.wandb, config.wandb_project, config.out_dir, asdict(config))
 
@@ -307,7 +278,7 @@ def main(argv=None):
                     bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
                     evaluated = True
             if saving or caught:
-                save(config, step, model, optimizer, scaler, names, data, environment)
+                save(config, step, model, optimizer, scaler, names, data, environment, origin)
                 if last or caught:  # only here: who stops has saved
                     break
 

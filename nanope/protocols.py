@@ -123,20 +123,25 @@ def retrieval(model, file, base, furthest, trials, seed, autocast, batch_size):
 
 
 def induction(losses_of, n_tokens, separator, base, furthest, trials, seed):
-    """How much a model gains from having seen a sequence: [{'length', 'distance', 'score', 'stderr'}].
+    """How much a model gains from having seen a sequence before: [{'length', 'distance', 'score', 'stderr', 'first_minus_second'}].
 
-    `distance` random tokens stand twice; the score is the mean loss on the first copy less that on the second, same targets, in nats; the
-    first token of a copy takes no part. Each of n_tokens ids but the separator is as likely."""
+    `distance` random tokens stand twice; each of n_tokens ids but the separator is as likely. score: the mean loss on the second copy where
+    other random tokens stand in place of the first, less that on the second copy, in nats: same targets, same positions.
+    first_minus_second is the usual score, which a drift of the loss with the position moves too. The first token takes no part."""
     results = []
     for n in context_lengths(base):
-        distance, score = n // 2, None
+        distance = n // 2
+        result = dict.fromkeys(('score', 'stderr', 'first_minus_second'))
         if distance > 1 and n <= furthest:
-            draws = np.random.default_rng([seed, n]).integers(0, n_tokens - 1, (trials, distance))
-            once = torch.from_numpy(draws + (draws >= separator))
-            losses = losses_of(torch.cat((once, once), dim=1))    # (trials, 2 distance - 1)
-            score = losses[:, :distance - 1].mean(axis=1) - losses[:, distance:].mean(axis=1)
-        mean, stderr = mean_and_stderr(score, np.ones(trials)) if score is not None else (None, math.nan)
-        results.append({'length': n, 'distance': distance, 'score': mean, 'stderr': finite(stderr)})
+            draws = np.random.default_rng([seed, n]).integers(0, n_tokens - 1, (trials + 1, distance))
+            random = torch.from_numpy(draws + (draws >= separator))
+            once, other = random[:-1], random[1:]
+            twice = losses_of(torch.cat((once, once), dim=1))     # (trials, 2 distance - 1)
+            unseen = losses_of(torch.cat((other, once), dim=1))
+            score, stderr = mean_and_stderr((unseen - twice)[:, distance:].mean(axis=1), np.ones(trials))
+            usual = float(twice[:, :distance - 1].mean() - twice[:, distance:].mean())
+            result = {'score': score, 'stderr': finite(stderr), 'first_minus_second': usual}
+        results.append({'length': n, 'distance': distance, **result})
     return results
 
 
@@ -155,11 +160,12 @@ def describe(base, config):
                           f'every target but the first few has more context than end to end. {at_most} tokens.',
         'retrieval': f'{PAIRS} pairs of a key ({KEY} tokens of the validation text) and a value (1 token), then text, then one of the keys: '
                      f'is its value the likeliest of the {PAIRS}? The length is from the first pair to the question. {config.trials} questions.',
-        'induction': f'Random tokens, twice: loss on the first copy less loss on the second, nats a token. {config.trials} sequences.'}
+        'induction': f'Random tokens, twice: loss on the second copy after other random tokens, less that after the first copy, nats a token. '
+                     f'{config.trials} sequences.'}
 
 
 def ask(model, data, byte_lengths, base, config, autocast):
-    """All protocols for one model: (answers, seconds of each, {protocol: seconds}).
+    """All protocols for one model: (answers, {protocol: seconds}).
 
     answers: what evaluate() gives for windows of base tokens end to end, and 'context', 'position', 'sliding', 'retrieval', 'induction' as
     above, empty or None where config.context_tokens or config.trials is 0. data: Data. config: CompareConfig."""

@@ -1,14 +1,15 @@
-"""How a learned position table can go on past the rows that were trained: pure functions of (rows, columns) float64 arrays.
+"""How a learned position table goes on past the rows that were trained: pure functions of (rows, columns) arrays.
 
-A trained table is smooth and of low rank: a few series, one a principal component, make up most of it. Each way to continue a series is a
-guess about what it is. Which guess, and how many components, is decided on rows held back from the end of the table.
+A trained table is smooth and of low rank: a few series, one a principal component, make up most of it. Each way to
+continue a series is a guess about what it is. Which guess, and how many components, is decided on rows held back from
+the end of the table.
 """
 import numpy as np
 
 RANKS = (1, 2, 4, 8, 16, 32)
 
 
-# ---- continuing series (n, r) by m rows ---------------------------------------------------------------------------------------------
+# ---- continuing series (n, r) by m rows ------------------------------------------------------------------------------
 
 def go_on_cubic(series, m):
     """A cubic through the last quarter of each column, at least 8 rows."""
@@ -20,7 +21,7 @@ def go_on_cubic(series, m):
 
 
 def go_on_var(series, m):
-    """A vector autoregression: z[t+1] = (z[t], 1) A by ridge regression, iterated. Smooth at first, it ends up at a fixed point."""
+    """A vector autoregression: z[t+1] = (z[t], 1) A by ridge regression, iterated. In the end it rests or swings."""
     past = np.append(series[:-1], np.ones((len(series) - 1, 1)), axis=1)
     gram = past.T @ past
     A = np.linalg.solve(gram + 1e-6 * np.trace(gram) / len(gram) * np.eye(len(gram)), past.T @ series[1:])
@@ -31,8 +32,10 @@ def go_on_var(series, m):
 
 
 def go_on_sinusoid(series, m):
-    """A constant and sinusoids of the same frequencies in all columns, at most one a column, found one after the other while each explains
-    a tenth of what the others leave. Frequencies are refined together by Gauss-Newton steps on the error that no amplitudes can remove."""
+    """A constant and up to 8 sinusoids, but no more than columns, of the same frequencies in all of them.
+
+    They are found one after the other, while each explains a tenth of what the others leave, and refined together by
+    Gauss-Newton steps on the error that amplitudes cannot remove."""
     n, t = len(series), np.arange(len(series) + m) / len(series)
 
     def basis(turns):                                             # (n+m, 1+2k); turns: within the n rows, (k,)
@@ -55,7 +58,7 @@ def go_on_sinusoid(series, m):
             step = np.linalg.lstsq(slopes @ slopes.T, slopes @ rest.ravel(), rcond=1e-9)[0]
             trial = fit(np.clip(turns + np.clip(step, -0.2, 0.2), grid[0], n / 2))
             if not trial[0] < found[0]:
-                return found
+                break
             found = trial
         return found
 
@@ -67,7 +70,7 @@ def go_on_sinusoid(series, m):
     spans = np.stack([np.linalg.qr(basis(each[None])[:n])[0] for each in grid])  # (grid, n, 3)
     best = fit(np.empty(0))
     total = best[0]
-    while best[0] > 1e-20 * total and len(best[2]) < series.shape[1]:
+    while best[0] > 1e-20 * total and len(best[2]) < min(series.shape[1], 8):
         found = add_one(best[2])
         for i in range(len(best[2])):                             # an early one may stand for two: look for each again
             found = min(found, add_one(np.delete(found[2], i)), key=lambda each: each[0])
@@ -81,10 +84,10 @@ def go_on_sinusoid(series, m):
 FITS = {'sinusoid': go_on_sinusoid, 'var': go_on_var, 'cubic': go_on_cubic}
 
 
-# ---- tables -------------------------------------------------------------------------------------------------------------------------
+# ---- continuing a table (n, C) by its principal components -----------------------------------------------------------
 
 def components(table):
-    """(mean, series, directions) with series @ directions + mean = table[1:]: its principal components, the largest first.
+    """(mean, series, directions), largest first: series @ directions + mean = table[1:].
 
     Row 0 is left out: it is an outlier in trained tables, GPT-2's among them."""
     mean = table[1:].mean(axis=0)
@@ -93,7 +96,7 @@ def components(table):
 
 
 def low_rank(table, m, rank, fit, parts=None):
-    """m more rows of table (n, C): its first `rank` principal components, continued by `fit`. parts: components(table), if at hand.
+    """m more rows: the first `rank` components, continued by `fit`. parts: components(table), where they are at hand.
 
     A guess that explodes is cut back: no new row is longer than the longest old one but row 0."""
     mean, series, directions = parts or components(table)
@@ -104,22 +107,41 @@ def low_rank(table, m, rank, fit, parts=None):
 
 def row_error(guess, true):
     """Median over rows of |guess - true| / |true|."""
-    return float(np.median(np.linalg.norm(guess - true, axis=1) / np.maximum(np.linalg.norm(true, axis=1), 1e-30)))
+    size = np.maximum(np.linalg.norm(true, axis=1), 1e-30)
+    return float(np.median(np.linalg.norm(guess - true, axis=1) / size))
 
 
 def try_low_rank(table, m, rank=None, fit=None):
-    """Predict the last min(m, n/2) rows of table (n, C) from those before, in every way that rank and fit leave open.
+    """Predict the last min(m, n/3) rows from those before, in every way that rank and fit leave open.
 
-    Returns ({(rank, fit): row_error}, {'hold': row_error, 'tile': row_error}), the second for comparison, and how many rows were held back.
-    Raises ValueError where the table is too short for that."""
-    n = len(table)
-    held = min(m, n // 2)
+    Returns {(rank, fit): row_error}, {'hold': row_error, 'tile': row_error} for comparison, and how many rows were
+    held back. Raises ValueError where the table is too small for that."""
+    n, width = table.shape
+    held = min(m, n // 3)
     known, true = table[:n - held], table[n - held:]
-    ranks = [r for r in ([rank] if rank else RANKS) if r <= min(len(known) - 3, table.shape[1])]
+    most = min(len(known) - 3, width)
+    ranks = [each for each in ([rank] if rank else RANKS) if each <= most]
     if not ranks:
-        raise ValueError(f'a table of {n} rows and {table.shape[1]} columns is too small for rank={rank or RANKS[0]}, with {held} rows held '
-                         'back to test it: use a smaller rank or --method=hold')
+        raise ValueError(f'a table of {n} rows and {width} columns, {held} rows held back for the test, is too small for '
+                         f'rank={rank or RANKS[0]}: use ' + (f'at most {most}' if most > 0 else '--method=hold'))
     parts = components(known)
-    errors = {(r, f): row_error(low_rank(known, held, r, f, parts), true) for f in ([fit] if fit else FITS) for r in ranks}
-    simple = {'hold': np.repeat(known[-1:], held, axis=0), 'tile': known[np.arange(held) % len(known)]}
-    return errors, {name: row_error(guess, true) for name, guess in simple.items()}, held
+    errors = {(each, name): row_error(low_rank(known, held, each, name, parts), true)
+              for name in ([fit] if fit else FITS) for each in ranks}
+    hold, tile = (row_error(go_on(known, held), true) for go_on in (hold_last, repeat_all))
+    return errors, {'hold': hold, 'tile': tile}, held
+
+
+# ---- other ways ------------------------------------------------------------------------------------------------------
+
+def hold_last(table, m):
+    return np.repeat(table[-1:], m, axis=0)
+
+
+def repeat_all(table, m):
+    return table[np.arange(len(table), len(table) + m) % len(table)]
+
+
+def stretch(table, n_rows):
+    """The whole table at n_rows positions, evenly spaced between its rows: first on first, last on last."""
+    at = np.linspace(0, len(table) - 1, n_rows)
+    return np.stack([np.interp(at, np.arange(len(table)), column) for column in table.T], axis=1)

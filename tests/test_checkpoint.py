@@ -23,8 +23,8 @@ def tensors(step):
     return {'w': odd, 'half': odd.bfloat16(), 'transposed': drawn.T, 'n': torch.tensor(step)}
 
 
-def same_bits(a, b):
-    return (a.dtype, a.shape, bytes(a.contiguous().flatten().view(torch.uint8))) == (b.dtype, b.shape, bytes(b.contiguous().flatten().view(torch.uint8)))
+def bits(tensor):
+    return tensor.dtype, tensor.shape, bytes(tensor.contiguous().flatten().view(torch.uint8))
 
 
 def save(run, step):
@@ -35,7 +35,7 @@ def save(run, step):
 def is_step(found, step):
     """Whether a loaded checkpoint holds that step, every bit of it."""
     model, optim, expected = found.tensors('model'), found.tensors('optim'), tensors(step)
-    same = [same_bits(model[name], tensor) for name, tensor in expected.items()] + [same_bits(optim['exp_avg.w'], expected['w'])]
+    same = [bits(model[name]) == bits(tensor) for name, tensor in expected.items()] + [bits(optim['exp_avg.w']) == bits(expected['w'])]
     return found.step == step and (len(model), len(optim)) == (4, 1) and all(same)
 
 

@@ -1,0 +1,71 @@
+"""What train.py may do with a run folder: start a run in it, go on with the one it holds, or refuse."""
+import os
+import shutil
+import sys
+from dataclasses import asdict, fields
+
+from model import GPTConfig
+from nanope import checkpoint
+
+IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
+FREE = {'out_dir', 'init_from', 'overwrite', 'allow_change', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
+        'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'threads', 'compile'}
+WRITTEN = 'ckpt', 'metrics.jsonl', 'config.json', 'loss.png', 'crash.json'  # what train.py writes, and nothing else
+
+
+def find_start(config, tokenizer):
+    """Where the run of `config` starts: (its own last checkpoint to resume, or None; another run's checkpoint to start from, or None).
+
+    The model is then what the checkpoint says: a run that started from another one takes the settings in IDENTITY from there.
+    Raises ValueError where the folder holds a run that is not to be resumed, or one that does not fit the settings."""
+    held = checkpoint.steps(config.out_dir)
+    if config.init_from == 'resume' or config.init_from == 'auto' and held:
+        found = checkpoint.load(config.out_dir)
+        if found.state.get('origin'):
+            adopt(config, found)
+        check_resume(config, found.state['config'])
+        return found, None
+    used = held or os.path.exists(os.path.join(config.out_dir, 'config.json'))
+    if used and not (config.overwrite or config.init_from == 'auto'):
+        raise ValueError(f'{config.out_dir} already holds a run: go on with --init_from=resume, start anew with --overwrite=true, '
+                         'or give another --out_dir')
+    if config.init_from in ('scratch', 'auto'):
+        return None, None
+    if os.path.realpath(config.init_from) == os.path.realpath(config.out_dir):
+        raise ValueError(f'--init_from={config.init_from} is the run folder itself: --init_from=resume goes on with it')
+    found = checkpoint.load(config.init_from)
+    if found.state['tokenizer'] != tokenizer.to_json():
+        raise ValueError(f'{config.init_from} was trained with another vocabulary than data/{config.dataset} has: '
+                         'prepare the text with the same tokenizer, or use the same data')
+    adopt(config, found)
+    return None, found
+
+
+def adopt(config, found):
+    """Set what the model is to what a checkpoint says."""
+    for name in IDENTITY & found.state['config'].keys():
+        if getattr(config, name) != found.state['config'][name]:
+            print(f'{name}={found.state["config"][name]}, from {found.path}')
+            setattr(config, name, found.state['config'][name])
+
+
+def check_resume(config, saved):
+    """Compare a run's saved config with the present one: ValueError names every setting that must not, or not silently, differ."""
+    changed = [name for name, value in asdict(config).items() if name in saved and saved[name] != value and name not in FREE]
+    tell = [f'{name} was {saved[name]}, now {getattr(config, name)}' for name in changed]
+    if any(name in IDENTITY for name in changed):
+        raise ValueError(f'{config.out_dir} holds another model: {"; ".join(tell)}. Use the saved settings or another --out_dir')
+    if changed and not config.allow_change:
+        raise ValueError(f'resuming {config.out_dir} would change the course of training: {"; ".join(tell)}. '
+                         'Use the saved settings, or --allow_change=true')
+    for line in tell:
+        print(f'warning: resuming with a change: {line}', file=sys.stderr)
+
+
+def clear(run):
+    """Delete what an earlier run wrote into the folder."""
+    for path in (os.path.join(run, name) for name in WRITTEN):
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        elif os.path.exists(path):
+            os.remove(path)
