@@ -7,12 +7,12 @@ wpe = 'learned'
 block_size = 128
 n_layer = 4
 n_head = 4
-n_embd = 256
+n_embd = 128
 dropout = 0.0       # a run this short does not see the text often enough to memorise it
 
 batch_size = 16
-max_iters = 500
-learning_rate = 2e-3  # small models bear a large one
+max_iters = 600
+learning_rate = 4e-3  # small models bear a large one
 warmup_iters = 50
 weight_decay = 0.1
 beta2 = 0.99        # few tokens an update: average over more of them

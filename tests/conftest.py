@@ -2,8 +2,11 @@
 import shutil
 
 import pytest
+import torch
 
 from runs import ROOT, start
+
+torch.set_num_threads(1)  # these models are too small for two, and other processes may want the other core
 
 
 @pytest.fixture(scope='session')

@@ -1,0 +1,187 @@
+"""A study folder: one run a scheme and seed, and their extensions. What is there already is not done again.
+
+    TO/ledger.json             each cell's state (done, failed, stopped), exit code and seconds, and the settings that all cells share
+    TO/runs/<wpe>_<seed>       as train.py writes it                          TO/runs/<wpe>_<seed>.log    what it printed
+    TO/runs/<run>_<method>_<n> as extend.py writes it, n tokens long
+
+A cell is one process of train.py or extend.py. Whether a run is finished is read off its folder, not off the ledger, so it does not matter
+when a study was killed; a cell that is neither finished nor failed for good goes on where its last checkpoint stands.
+"""
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from nanope import checkpoint, metrics
+from nanope.configurator import read_file
+from nanope.files import lock_folder, read_json, write_json
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+EXIT_STOPPED = 75
+EXTENSIONS = {'learned': ('lowrank', 'hold', 'tile', 'interpolate', 'random'), 'sinusoidal': ('recompute', 'interpolate'),
+              'rope': ('yarn', 'linear', 'ntk', 'dynamic', 'llama3', 'none'), 'none': ('none',), 'alibi': ('none',)}  # as in extend.py
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM came, or a child was told to stop: nothing is lost, the same command goes on."""
+
+
+def run_script(name, args, log):
+    """python NAME.py ARGS as a child, its output appended to a file, its errors and progress shown. Returns its exit code.
+
+    A SIGINT or SIGTERM to us goes to the child, which saves and stops; then Stopped is raised. The child has a session of its own: Ctrl-C
+    in a terminal reaches every process in the foreground, and train.py takes a second signal for impatience."""
+    caught = []
+    with open(log, 'a', encoding='utf-8') as output:
+        child = subprocess.Popen([sys.executable, os.path.join(ROOT, f'{name}.py'), *args], stdout=output, start_new_session=True)
+
+        def pass_on(number, frame):
+            caught.append(number)
+            child.send_signal(number)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if caught or code == EXIT_STOPPED:
+        raise Stopped
+    return code
+
+
+def settings_of(files, flags):
+    """{name: value} of config files and then of flags, as the ledger keeps them. train.py is who checks them."""
+    problems = []
+    settings = {name: value for path in files for _, name, (value,) in read_file(path, {}, problems)}
+    if problems:
+        raise ValueError('\n'.join(problems))
+    settings |= dict(flag.removeprefix('--').partition('=')[::2] for flag in flags)
+    return {name: str(value) for name, value in settings.items() if name not in ('wpe', 'seed', 'out_dir', 'init_from')}
+
+
+def open_ledger(to, settings):
+    """The ledger of a study folder, begun where there is none. Raises ValueError where its cells were trained with other settings."""
+    path = os.path.join(to, 'ledger.json')
+    ledger = read_json(path) if os.path.exists(path) else {'settings': settings, 'cells': {}}
+    old = ledger['settings']
+    changed = [f'{name} was {old.get(name, "not set")}, now {settings.get(name, "not set")}'
+               for name in sorted(old.keys() | settings.keys()) if old.get(name) != settings.get(name)]
+    if settings and old and changed:
+        raise ValueError(f'{to} holds a study with other settings: {"; ".join(changed)}. Use the same ones, or another --to')
+    return {**ledger, 'settings': old or settings}
+
+
+def run_cell(to, ledger, cell, script, args, **facts):
+    """Run a cell and keep the ledger, on the disk, up to date. Returns its entry."""
+    entry = ledger['cells'][cell] = {'state': 'stopped', 'exit': None, 'seconds': None, **facts}
+    started = time.perf_counter()
+    write_json(os.path.join(to, 'ledger.json'), ledger)           # as it stays if we are killed
+    try:
+        entry['exit'] = run_script(script, args, os.path.join(to, 'runs', f'{cell}.log'))
+        entry['state'] = 'failed' if entry['exit'] else 'done'
+    finally:
+        entry['seconds'] = round(time.perf_counter() - started, 1)
+        write_json(os.path.join(to, 'ledger.json'), ledger)
+    outcome = 'done' if entry['state'] == 'done' else f'failed: {exit_text(entry["exit"])}'
+    print(f'{cell}: {outcome} after {entry["seconds"]:,.0f} s', flush=True)
+    return entry
+
+
+def exit_text(code):
+    """What an exit code of a child means."""
+    if code < 0:
+        return f'ended by {signal.Signals(-code).name}'
+    return f'exit code {code}' + {2: ', bad input', 65: ', the loss was not finite'}.get(code, '')
+
+
+# ---- training -----------------------------------------------------------------------------------------------------------------------
+
+def finished(run):
+    """Whether train.py came to the end of a run: its last evaluation is on record and its last checkpoint in order."""
+    try:
+        last = read_json(os.path.join(run, 'config.json'))['max_iters']
+        checkpoint.verify(checkpoint.step_folder(run, last))
+    except (OSError, ValueError, KeyError):
+        return False
+    return any(record['event'] == 'final' and record['step'] == last for record in metrics.read(run))
+
+
+def wait_for(run):
+    """A study that was killed with SIGKILL leaves its child behind, which goes on: let it finish what it does."""
+    try:
+        lock_folder(run, 'trained').release()
+    except ValueError:
+        print(f'{run} is still being trained by a process that an earlier comparison left behind: waiting for it', flush=True)
+        lock_folder(run, 'trained', wait=True).release()
+
+
+def train_missing(to, files, wpes, seeds, flags):
+    """Train every scheme with every seed that is not there yet. Returns (run folders, failed cells as rows of report.json).
+
+    files: config files for train.py. flags: more of its settings. Raises Stopped, and ValueError where none succeeds."""
+    ledger, runs, failed = open_ledger(to, settings_of(files, flags)), [], []
+    os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
+    for seed in seeds:                                            # whole sets of schemes first: a study that is stopped can be compared
+        for wpe in wpes:
+            cell = f'{wpe}_{seed}'
+            run = os.path.join(to, 'runs', cell)
+            wait_for(run)
+            entry = {'exit': 0}
+            if not finished(run):
+                args = [*files, *flags, f'--wpe={wpe}', f'--seed={seed}', f'--out_dir={run}', '--init_from=auto']
+                entry = run_cell(to, ledger, cell, 'train', args)
+            if entry['exit']:
+                failed.append({'run': run, 'wpe': wpe, 'extension': None, 'seed': seed, 'exit': entry['exit']})
+            else:
+                runs.append(run)
+    order = sorted(runs, key=lambda run: wpes.index(os.path.basename(run).partition('_')[0]))
+    return order, failed
+
+
+# ---- extending ----------------------------------------------------------------------------------------------------------------------
+
+def read_methods(text, factor):
+    """'yarn,lowrank:4' -> [('yarn', factor), ('lowrank', 4.0)]. Raises ValueError."""
+    known, methods = dict.fromkeys(name for names in EXTENSIONS.values() for name in names), []
+    for part in filter(None, text.split(',')):
+        name, _, times = part.strip().partition(':')
+        if name not in known:
+            raise ValueError(f'--extend={text}: {name!r} is no method of extend.py; it has {", ".join(known)}')
+        try:
+            methods.append((name, float(times or factor)))
+        except ValueError:
+            raise ValueError(f'--extend={text}: {times!r} is no number; write method or method:factor, as in lowrank:4') from None
+        if not methods[-1][1] > 1:
+            raise ValueError(f'--extend={text}: {name} to {methods[-1][1]:g} times the trained length is no extension')
+    return methods
+
+
+def extend_missing(to, runs, methods):
+    """Extend every run by every method that fits its scheme, unless that is there. Returns (run folders, failed cells).
+
+    runs: {run folder: its Checkpoint}. methods: [(name, times its context length)]."""
+    ledger, made, failed = open_ledger(to, {}), [], []
+    os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
+    for run, found in runs.items():
+        settings = found.state['config']
+        for method, factor in methods:
+            if method not in EXTENSIONS[settings['wpe']]:
+                continue
+            n = round(settings['block_size'] * factor)
+            cell = f'{os.path.basename(os.path.normpath(run))}_{method}_{n}'
+            target = os.path.join(to, 'runs', cell)
+            source = read_json(os.path.join(found.path, 'manifest.json'))['digest']  # the run may have been trained on
+            entry = ledger['cells'].get(cell, {})
+            if not (checkpoint.steps(target) and entry.get('source') == source and entry['state'] == 'done'):
+                shutil.rmtree(target, ignore_errors=True)
+                args = [run, f'--block_size={n}', f'--method={method}', f'--out_dir={target}', f'--step={found.step}']
+                entry = run_cell(to, ledger, cell, 'extend', args, source=source)
+            if entry['exit']:
+                failed.append({'run': target, 'wpe': settings['wpe'], 'extension': f'{method} ×{factor:g}', 'seed': settings['seed'],
+                               'exit': entry['exit']})
+            else:
+                made.append(target)
+    return made, failed
