@@ -1,42 +1,66 @@
 """Compare runs on the same validation tokens: python compare.py out/shakespeare_learned out/shakespeare_rope
 
-Prints a table and writes report.json and compare.png into --to. Every validation token but the first is scored once, in windows of the
-trained length that stand end to end; the standard error is over windows. tokens/s is the median over each run's training.
+With a config file it trains first what is missing, a run a scheme and seed, and with --extend it gives each run a longer context:
+python compare.py config/shakespeare_learned.py --wpe=learned,rope --seeds=3 --extend=yarn,lowrank --to=out/study. Stopped or killed, the
+same command goes on. Prints tables and writes report.json, report.html and compare.png into --to.
 """
-import math
 import os
+import shlex
 import statistics
 import sys
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tqdm import tqdm
 
-from nanope import checkpoint, device, metrics, plots
+from model import GPTConfig
+from nanope import checkpoint, device, metrics, plots, protocols, report, study
 from nanope.configurator import configure, run
-from nanope.evaluate import evaluate
-from nanope.files import write_json
+from nanope.files import lock_folder
 from nanope.loader import Data
+from nanope.statistics import summarise
 
 # Settings that a fair comparison may differ in: the scheme, the seed, and what does not change the course of training.
 MAY_DIFFER = {'wpe', 'seed', 'dataset', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',
               'eval_batch_size', 'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'compile',
               'threads'}
+EXTENDED = {'block_size', 'sinusoidal_factor', 'rope_scaling', 'rope_factor', 'rope_trained'}  # what extend.py changes
 
 
 @dataclass
 class CompareConfig:
-    to: str = 'out/compare'             # folder for report.json and compare.png
+    to: str = 'out/compare'             # folder for report.json, report.html, compare.png, and the runs that are trained here
+    # training, where a config file for train.py is given
+    wpe: str = ','.join(get_args(GPTConfig.__annotations__['wpe']))  # schemes
+    seeds: int = 1                      # runs a scheme, with seeds 1, 2, ...
+    train: str = ''                     # more settings for train.py, as in --train="--max_iters=300 --dropout=0.1"
+    # extending by extend.py
+    extend: str = ''                    # methods, each for the schemes that it fits; yarn:4 = to 4 times the trained length
+    extend_to: float = 2.0              # times the trained length, where a method says nothing else
+    # evaluating
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint of each run
+    length: int | None = None           # tokens of context at which all are scored; none = the shortest that one was trained at
     eval_tokens: int | None = None      # validation tokens to score; none = all
-    batch_size: int = 32                # rows; the result does not depend on it
+    context_tokens: int = 8192          # targets scored at other lengths, and by a sliding window; 0 = leave that out
+    stride: int | None = None           # of the sliding window; none = half its length
+    trials: int = 64                    # questions and sequences of retrieval and induction, a length; 0 = leave that out
+    seed: int = 0                       # they follow from it
+    batch_size: int = 32                # rows of the trained length; the result does not depend on it
     device: str = 'auto'                # auto, cpu, cuda, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: as each run was trained, where the device can
 
     def problems(self):
-        return [f'{name}={getattr(self, name)} must be at least 1' for name in ('eval_tokens', 'batch_size')
-                if getattr(self, name) is not None and getattr(self, name) < 1]
+        schemes, known = self.wpe.split(','), get_args(GPTConfig.__annotations__['wpe'])
+        found = [f'wpe={self.wpe}: {wpe!r} is no scheme; there are {", ".join(known)}' for wpe in schemes if wpe not in known]
+        found += [f'wpe={self.wpe} names {wpe} twice' for wpe, n in Counter(schemes).items() if n > 1]
+        found += [f'{name}={getattr(self, name)} must be at least {least}' for names, least in
+                  (('seeds length eval_tokens stride batch_size', 1), ('context_tokens trials seed', 0))
+                  for name in names.split() if getattr(self, name) is not None and getattr(self, name) < least]
+        return found
 
+
+# ---- which runs -------------------------------------------------------------------------------------------------------------------------
 
 def find_runs(paths, config):
     """{run folder: its Checkpoint}, in the order given. Raises ValueError where one cannot be read or two cannot be compared."""
@@ -56,10 +80,26 @@ def find_runs(paths, config):
     return runs
 
 
+def train_and_extend(config, files, paths):
+    """What a study folder holds besides the runs given: ({run folder: Checkpoint}, failed cells)."""
+    failed, methods = [], study.read_methods(config.extend, config.extend_to)
+    if files:
+        trained, failed = study.train_missing(config.to, files, config.wpe.split(','), range(1, config.seeds + 1), shlex.split(config.train))
+        if failed and not trained and not paths:
+            raise ValueError(f'every run failed; what they said stands above and in {config.to}/runs/*.log')
+        paths = trained + paths
+    runs = find_runs(paths, config)
+    if methods:
+        extended, lost = study.extend_missing(config.to, runs, methods)
+        runs, failed = find_runs([*runs, *extended], config), failed + lost
+    return runs, failed
+
+
 def differences(checkpoints):
-    """What besides the scheme and the seed differs between runs: {name: [value of each run]}."""
+    """What besides the scheme, the seed and an extension differs between runs: {name: [value of each run]}."""
+    may_differ = MAY_DIFFER | (EXTENDED if any('extended' in found.state for found in checkpoints) else set())
     facts = [{**found.state['config'], 'step': found.step, 'dtype': found.environment['dtype']} for found in checkpoints]
-    names = [name for name in facts[0] if name not in MAY_DIFFER and all(name in fact for fact in facts)]  # versions may add names
+    names = [name for name in facts[0] if name not in may_differ and all(name in fact for fact in facts)]  # versions may add names
     values = {name: [fact[name] for fact in facts] for name in names}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
 
@@ -74,54 +114,75 @@ def open_data(runs):
     return data
 
 
-def evaluate_run(path, step, data, config, device_name):
-    """Score one run folder at a step: its row of report.json."""
-    model, tokenizer, found = checkpoint.load_model(path, step, device_name)
+def name_and_tell_apart(rows, failed, runs):
+    """Give rows of report.json their 'name', and as 'settings' what tells them from others of the same scheme and extension."""
+    everything = rows + failed
+    for row, name in zip(everything, plots.run_names([row['run'] for row in everything])):
+        row['name'] = name
+    for row in rows:
+        like = [other['run'] for other in rows if (other['wpe'], other['extension']) == (row['wpe'], row['extension'])]
+        values = differences([runs[path] for path in like])
+        row['settings'] = {name: each[like.index(row['run'])] for name, each in values.items()}
+
+
+# ---- how good they are ------------------------------------------------------------------------------------------------------------------
+
+def evaluate_run(path, found, data, length, config, device_name):
+    """Score one run folder: (its row of report.json, its loss and number of targets in each window, seconds by protocol)."""
+    model, tokenizer, _ = checkpoint.load_model(path, found.step, device_name)
     dtype = found.environment['dtype'] if config.dtype == 'auto' else config.dtype
     if config.dtype == 'auto' and dtype == 'float16' and not device_name.startswith('cuda'):
         dtype = 'float32'
     dtype, _ = device.resolve_dtype(dtype, device_name, model.config.n_embd)
-    result = evaluate(model, data.val, tokenizer.byte_lengths(), block_size=model.config.block_size, max_tokens=config.eval_tokens,
-                      autocast=device.autocast(device_name, dtype), batch_size=config.batch_size)
+    autocast = device.autocast(device_name, dtype)
+    seeds = config.seed, found.state['config']['seed']           # other questions for other seeds, the same for all schemes
+    answers, windows, seconds = protocols.ask(model, data, tokenizer.byte_lengths(), length, config, seeds, autocast)
     count = model.parameter_counts()
     speeds = [r['tokens_per_s'] for r in metrics.read(path) if r['event'] == 'train']
-    return {'run': path, 'wpe': model.config.wpe, 'seed': found.state['config']['seed'], 'block_size': model.config.block_size,
-            'step': step, 'params': count['total'], 'wpe_params': count['wpe'], 'val_loss': result['loss'],
-            'val_stderr': None if math.isnan(result['stderr']) else result['stderr'],  # one window has none, and JSON no NaN
-            'val_tokens': result['tokens'], 'bits_per_byte': result['bits_per_byte'], 'dtype': dtype,
-            'tokens_per_s': statistics.median(speeds) if speeds else None,
-            'position': [{'from': p, 'to': p + 1, 'loss': loss} for p, loss in enumerate(result['position'])]}
-
-
-def table(rows):
-    """The comparison as lines of text."""
-    lines = [('run', 'scheme', 'seed', 'step', 'parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'tokens/s')]
-    for name, row in zip(plots.run_names([row['run'] for row in rows]), rows):
-        columns = (('seed', 'd'), ('step', ',d'), ('params', ',d'), ('wpe_params', ',d'), ('val_loss', '.4f'), ('val_stderr', '.4f'),
-                   ('bits_per_byte', '.4f'), ('tokens_per_s', ',.0f'))
-        lines.append((name, row['wpe'], *('-' if row[key] is None else format(row[key], form) for key, form in columns)))
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    left = 2  # the first columns are words
-    return '\n'.join('  '.join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-                     for line in lines)
+    return {'run': path, 'wpe': model.config.wpe, 'extension': study.extension(found), 'seed': found.state['config']['seed'],
+            'block_size': model.config.block_size, 'step': found.step, 'params': count['total'], 'wpe_params': count['wpe'], **answers,
+            'dtype': dtype, 'tokens_per_s': statistics.median(speeds) if speeds else None}, windows, seconds
 
 
 def main(argv=None):
-    config, paths = configure(CompareConfig, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    files = [arg for arg in argv if arg.endswith('.py') and not arg.startswith('-')]  # settings of train.py, not of this script
+    config, paths = configure(CompareConfig, [arg for arg in argv if arg not in files])
+    if not files and (config.train or config.seeds > 1 or config.wpe != CompareConfig.wpe):
+        raise ValueError('--wpe, --seeds and --train are for training: give a config file too, as config/shakespeare_learned.py')
     device_name, _ = device.resolve_device(config.device)
-    runs = find_runs(paths, config)
-    for name, values in differences(runs.values()).items():
-        print(f'warning: the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}', file=sys.stderr)
+    lock = lock_folder(config.to, 'written') if files or config.extend else None  # noqa: F841 (held until the process ends)
+    try:
+        runs, failed = train_and_extend(config, files, paths)
+    except study.Stopped:
+        print('stopped; the same command goes on where this one was', file=sys.stderr)
+        return study.EXIT_STOPPED
+    warnings = [f'{cell["run"]} failed ({study.exit_text(cell["exit"])}) and takes no part' for cell in failed]
+    warnings += [f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}'
+                 for name, values in differences(runs.values()).items()]
+    for line in warnings:
+        print(f'warning: {line}', file=sys.stderr)
     data = open_data(runs)
-    rows = [evaluate_run(path, found.step, data, config, device_name) for path, found in tqdm(runs.items(), 'evaluating', disable=None)]
-    print(table(rows))
-    os.makedirs(config.to, exist_ok=True)
-    write_json(os.path.join(config.to, 'report.json'), {'runs': rows})
-    schemes = [row['wpe'] for row in rows]
-    names = schemes if len(set(schemes)) == len(schemes) else plots.run_names(list(runs))
-    curves = [[part['loss'] for part in row['position']] for row in rows]
-    plots.comparison(list(runs), names, curves, os.path.join(config.to, 'compare.png'))
-    print(f'wrote {config.to}/report.json and {config.to}/compare.png')
+    length = config.length or min(map(study.trained_length, runs.values()))
+    data.check_length(length)
+    for path, found in runs.items():
+        if found.state['config']['wpe'] == 'learned' and length > found.state['config']['block_size']:
+            raise ValueError(f'--length={length} is beyond the learned table of {path}, which has {found.state["config"]["block_size"]} rows')
+    rows, windows, seconds = [], {}, Counter()
+    for path, found in tqdm(runs.items(), 'evaluating', disable=None):
+        row, windows[path], took = evaluate_run(path, found, data, length, config, device_name)
+        rows.append(row)
+        seconds.update(took)
+    name_and_tell_apart(rows, failed, runs)
+    schemes = summarise(rows, windows)
+    machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}
+    found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': next(iter(runs.values())).state['config']['dataset'], 'length': length,
+             'reference': next(scheme['scheme'] for scheme in schemes if scheme['difference'] is None), 'runs': rows, 'schemes': schemes,
+             'failed': failed, 'warnings': warnings, 'protocols': protocols.describe(length, config)}
+    print(report.text(found))
+    print(f'\nscored {len(rows)} runs in {seconds.total():.0f} s: ' + ', '.join(f'{name} {took:.0f}' for name, took in seconds.items()))
+    report.write(found, config.to)
+    print(f'wrote {config.to}/report.json, {config.to}/report.html and {config.to}/compare.png')
 
 
 if __name__ == '__main__':

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import nanope  # noqa: F401 (before torch)
 import numpy as np
 import torch
 
@@ -18,7 +19,7 @@ from model import GPTConfig
 from nanope import checkpoint
 from nanope.configurator import configure, run
 from nanope.files import sync, write_json
-from nanope.rows import FITS, hold_last, low_rank, repeat_all, stretch, try_low_rank
+from nanope.rows import FITS, choose_low_rank, hold_last, low_rank, repeat_all, stretch
 
 METHODS = {  # by scheme; the first is what auto takes
     'learned': {'lowrank': 'continue its principal components, in the way that predicts held-back rows best',
@@ -49,7 +50,7 @@ NAMES = tuple(dict.fromkeys(name for methods in METHODS.values() for name in met
 @dataclass
 class ExtendConfig:
     block_size: int = 0                 # the new context length, tokens
-    method: Literal['auto', *NAMES] = 'auto'  # auto: lowrank, yarn, recompute or none, by the scheme
+    method: Literal['auto', *NAMES] = 'auto'  # auto: the scaling that a rope has; else lowrank, yarn, recompute, none
     out_dir: str | None = None          # new run folder; none = the old one's name with _<block_size>_<method>
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint to extend
     rank: int | None = None             # lowrank: components; none = chosen on held-back rows
@@ -63,42 +64,36 @@ class ExtendConfig:
     llama3_high: float = GPTConfig.llama3_high
 
     def problems(self):
-        found = []
-        if self.block_size < 1:
-            found.append(f'block_size={self.block_size} must be the new context length, at least 1')
-        for name, least in (('rank', 1), ('factor', 1), ('seed', 0)):
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                found.append(f'{name}={getattr(self, name)} must be at least {least}')
-        return found
+        found = [f'{name}={getattr(self, name)} must be at least {least}'
+                 for name, least in (('rank', 1), ('factor', 1), ('seed', 0))
+                 if getattr(self, name) is not None and getattr(self, name) < least]
+        return found + [f'block_size={self.block_size}: give the new length, --block_size=N'] * (self.block_size < 1)
 
 
 def choose_method(config, old, path):
-    """The method that extends a run (its GPTConfig); 'crop' if it gets shorter. Raises ValueError where that cannot be."""
+    """The method that extends a run; 'crop' if it gets shorter. Raises ValueError where the settings do not fit it."""
     methods = METHODS[old.wpe]
     if config.method not in ('auto', *methods):
         fitting = '; '.join(f'{name}: {what}' for name, what in methods.items())
         raise ValueError(f'--method={config.method} does not fit {path}, whose wpe={old.wpe}. What does: {fitting}')
     if config.block_size == old.block_size:
         raise ValueError(f'block_size={config.block_size} is what {path} has already')
-    method = next(iter(methods)) if config.method == 'auto' else config.method
+    method = config.method
+    if method == 'auto':
+        method = old.rope_scaling if old.wpe == 'rope' and old.rope_scaling != 'none' else next(iter(methods))
     method = 'crop' if config.block_size < old.block_size else method
     for name, users in OPTIONS.items():
         used = method in users and not (name == 'factor' and old.wpe == 'learned')
         if getattr(config, name) != getattr(ExtendConfig, name) and not used:
-            raise ValueError(f'--{name}={getattr(config, name)} does nothing for wpe={old.wpe}, --method={method}: '
-                             'leave it out')
+            raise ValueError(f'--{name}={getattr(config, name)} does nothing here ({old.wpe}, {method}): leave it out')
     return method
-
-
-def is_scaled(config):
-    return config.wpe == 'rope' and config.rope_scaling != 'none' and config.rope_factor > 1
 
 
 def trained_length(old, extended):
     """Tokens of context that a run was trained on, at unscaled positions.
 
     extended: what extend.py wrote into its checkpoint, None if it has been trained since."""
-    if is_scaled(old):
+    if old.wpe == 'rope' and old.rope_scaling != 'none':
         return old.rope_trained or old.block_size
     if extended:
         return extended['trained']
@@ -109,13 +104,14 @@ def new_settings(config, old, method, trained):
     """The fields of GPTConfig to change, {name: value}. A scaling replaces the one that a run has, if any."""
     changes = {'block_size': config.block_size}
     factor = config.factor or max(config.block_size / trained, 1.0)
-    if method == 'crop' and is_scaled(old):
-        changes['rope_trained'] = trained                         # the angles stay as they are
+    if method == 'crop':
+        if old.rope_scaling != 'none':
+            changes['rope_trained'] = old.rope_trained or old.block_size  # the angles stay as they were
     elif method == 'interpolate' and old.wpe == 'sinusoidal':
         changes['sinusoidal_factor'] = factor
     elif method == 'none' and old.wpe == 'rope':
         changes |= {'rope_scaling': 'none', 'rope_factor': 1.0, 'rope_trained': None}
-    elif method != 'crop' and old.wpe == 'rope':
+    elif old.wpe == 'rope':
         changes |= {'rope_scaling': method, 'rope_factor': factor, 'rope_trained': trained}
         changes |= {name: getattr(config, name) for name in OPTIONS if name.startswith(('yarn', 'llama3'))}
     return changes
@@ -133,27 +129,20 @@ def extend_table(table, config, method, wpe_std):
     elif method in ('hold', 'tile'):
         new = hold_last(rows, m) if method == 'hold' else repeat_all(rows, m)
     else:
-        errors, simple, held = try_low_rank(rows, m, config.rank, config.fit)
-        rank, fit = min(errors, key=errors.get)
-        tried = ', '.join(f'rank {rank} {fit} {error:.2f}' for (rank, fit), error in errors.items())
-        print(f'relative error on the last {held} rows, predicted from those before: {tried}; '
-              f'hold {simple["hold"]:.2f}, tile {simple["tile"]:.2f}. Chosen: rank {rank} {fit}')
-        if errors[rank, fit] > simple['hold']:
-            print('warning: on these rows --method=hold is better than any of them', file=sys.stderr)
+        rank, fit, errors, held = choose_low_rank(rows, m, config.rank, config.fit)
+        print(f'relative error on the last {held} rows, predicted from those before: rank {rank} {fit} '
+              f'{errors[rank, fit]:.2f}, hold {errors["hold"]:.2f}, tile {errors["tile"]:.2f}')
         new = low_rank(rows, m, rank, fit)
     return np.concatenate((table, new.astype(np.float32)))
 
 
 def extend_moments(optim, block_size, method):
-    """Fit AdamW's moments of a learned table to block_size rows, in place. Returns what was done, in words."""
+    """Give AdamW's moments of a learned table block_size rows, in place. Returns what was done, in words."""
     for name in ('exp_avg.transformer.wpe.weight', 'exp_avg_sq.transformer.wpe.weight'):
-        old = optim[name]
-        optim[name] = old.new_zeros(block_size, old.size(1))
-        if method != 'interpolate':
-            optim[name][:len(old)] = old[:block_size]
-    if method == 'interpolate':
-        return 'reset to zero, since all rows have changed'
-    return f'cropped to {block_size} rows' if method == 'crop' else f'zero for the {block_size - len(old)} new rows'
+        old = optim[name] * (method != 'interpolate')
+        optim[name] = torch.nn.functional.pad(old, (0, 0, 0, block_size - len(old)))  # a negative width crops
+    return {'interpolate': 'reset to zero, as all rows have changed', 'crop': f'cropped to {block_size} rows'}.get(
+        method, f'zero for the {block_size - len(old)} new rows')
 
 
 def write_run(out_dir, step, model, optim, state, environment):
@@ -186,25 +175,24 @@ def main(argv=None):
     changes = new_settings(config, old, method, trained)
     replace(old, **changes)                                       # raises ValueError where they do not fit together
 
-    crop = 'cropped' + (f'; --method={config.method} has no part in that' if config.method != 'auto' else '')
-    print(f'{runs[0]}, step {found.step}, wpe={old.wpe}: block_size {old.block_size} -> {config.block_size}, '
-          + (crop if method == 'crop' else f'{method}: {METHODS[old.wpe][method]}'))
-    changed = [f'{name} {getattr(old, name)} -> {value}' for name, value in changes.items() if getattr(old, name) != value]
-    if changed[1:]:
-        print('settings: ' + ', '.join(changed[1:]))
+    what = METHODS[old.wpe].get(method, 'a shorter context needs no method, what is left stays as it was')
+    print(f'{runs[0]}, step {found.step}, wpe={old.wpe}, {method}: {what}')
+    print(', '.join(f'{name} {getattr(old, name)} -> {value}' for name, value in changes.items()
+                    if value != getattr(old, name)))
     model, optim = found.tensors('model'), found.tensors('optim')
     if old.wpe == 'learned':
         if extended and extended['block_size'] < old.block_size and method != 'crop':
-            print(f'warning: rows {extended["block_size"]} to {old.block_size - 1} come from --method={extended["method"]} '
-                  'and were not trained since', file=sys.stderr)
+            print(f'warning: rows {extended["block_size"]} to {old.block_size - 1} were made by '
+                  f'--method={extended["method"]} and not trained since', file=sys.stderr)
         name = 'transformer.wpe.weight'
         model[name] = torch.from_numpy(extend_table(model[name].numpy(), config, method, old.wpe_std))
         if optim:                                                 # AdamW has none before its first update
             print(f"AdamW's moments of the table: {extend_moments(optim, config.block_size, method)}")
     state = {**found.state, 'config': {**found.state['config'], **changes, 'out_dir': out_dir},
-             'extended': {'from': runs[0], 'block_size': old.block_size, 'method': method, 'trained': trained}}
+             'origin': {'run': runs[0], 'step': found.step},     # this makes train.py take over the settings
+             'extended': {'block_size': old.block_size, 'method': method, 'trained': trained}}  # until it is trained
     print('wrote ' + write_run(out_dir, found.step, model, optim, state, found.environment))
-    print(f'next: python sample.py --out_dir={out_dir}, or python train.py --init_from={out_dir} --out_dir={out_dir}_tuned')
+    print(f'next: python sample.py --out_dir={out_dir}, or python train.py --init_from={out_dir} --out_dir=OTHER')
 
 
 if __name__ == '__main__':

@@ -4,7 +4,6 @@ Settings come from TrainConfig below, then config files, then --key=value; --hel
 resolved config, metrics.jsonl, loss.png and checkpoints. SIGINT (Ctrl-C) or SIGTERM saves and stops; --init_from=resume goes on, bit
 for bit.
 """
-import json
 import math
 import os
 import signal

@@ -31,6 +31,11 @@ def mean_and_stderr(sums, counts):
     return float(mean), float(math.sqrt(n / (n - 1) * spread) / counts.sum()) if n > 1 else float('nan')
 
 
+def finite(x):
+    """x, or None for what JSON cannot hold: the standard error of a single window."""
+    return x if math.isfinite(x) else None
+
+
 @torch.no_grad()
 def token_losses(model, rows, *, autocast, batch_size=16, stop=lambda: False):
     """Loss in nats of every next token of rows (N, T+1) int64: float64 array (N, T), whatever batch_size and the model's mode.

@@ -11,12 +11,12 @@ def sha256(path):
         return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
-def lock_folder(folder, doing):
-    """Make a folder ours until the returned lock is let go or this process ends. Raises ValueError where another process has it."""
+def lock_folder(folder, doing, wait=False):
+    """Make a folder ours until the returned lock is let go or this process ends. Raises ValueError where another process has it, or waits."""
     os.makedirs(folder, exist_ok=True)
     lock = FileLock(os.path.join(folder, '.lock'))
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=-1 if wait else 0)
     except Timeout:
         raise ValueError(f'{folder} is being {doing} by another process: wait for it, or use another folder') from None
     return lock

@@ -4,8 +4,10 @@ import sys
 
 from nanope import metrics
 
-COLOURS = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#555555'  # Okabe and Ito: all eyes tell them apart
-LINES = '-', '--', ':'  # for the eighth run and the fifteenth
+COLOURS = {'learned': '#0072B2', 'sinusoidal': '#D55E00', 'rope': '#009E73', 'none': '#6b6b6b', 'alibi': '#AA4499'}  # all eyes tell them apart
+OTHERS = '#56B4E9', '#E69F00', '#882255', '#117733', '#332288'
+LINES = '-', '--', ':', '-.'
+ROOM = 1.0  # nats above the lowest loss that a picture shows at most: past the trained length some schemes lose all sight of the rest
 
 
 def run_names(runs):
@@ -21,7 +23,7 @@ def run_names(runs):
 def figure(columns=1):
     """A matplotlib figure and its axes side by side, drawn without a display."""
     from matplotlib.figure import Figure
-    fig = Figure(figsize=(6 if columns == 1 else 4.5 * columns, 3.8), layout='constrained')
+    fig = Figure(figsize=(5.2 if columns == 1 else 4.5 * columns, 3.8), layout='constrained')
     panels = fig.subplots(1, columns, squeeze=False)[0]
     for axes in panels:
         axes.grid(color='#e8e8e8')
@@ -30,8 +32,14 @@ def figure(columns=1):
     return fig, panels
 
 
-def style(i):
-    return {'color': COLOURS[i % len(COLOURS)], 'linestyle': LINES[i // len(COLOURS) % len(LINES)]}
+def styles(schemes):
+    """Colour and line of each: the colour is the scheme's, the line tells its extensions and settings apart. schemes: names, [str, ...]."""
+    found, seen = [], {}
+    for wpe in schemes:
+        n = seen[wpe] = seen.get(wpe, -1) + 1
+        colour = COLOURS.get(wpe) if n < len(LINES) else None
+        found.append({'color': colour or OTHERS[n % len(OTHERS)], 'linestyle': LINES[n % len(LINES)]})
+    return found
 
 
 def title(axes, text, note):
@@ -40,7 +48,7 @@ def title(axes, text, note):
 
 
 def label_ends(axes, ends):
-    """Write beside the right end of each curve what it is, in its colour, moved apart where texts would overlap. ends: (x, y, text, i)."""
+    """Write beside the right end of each curve what it is, in its colour, moved apart where texts would overlap. ends: (x, y, text, style)."""
     bottom, top = axes.get_ylim()
     ends, gap = sorted(ends, key=lambda end: end[1]), 0.068 * (top - bottom)
     heights = [min(max(end[1], bottom), top) for end in ends]
@@ -49,27 +57,37 @@ def label_ends(axes, ends):
         for low in range(len(ends) - 1):
             push = max(gap - (heights[low + 1] - heights[low]), 0) / 2
             heights[low], heights[low + 1] = heights[low] - push, heights[low + 1] + push
-    for (x, y, text, i), height in zip(ends, heights):
+    for (x, y, text, style), height in zip(ends, heights):
         text = text if len(text) <= 28 else text[:13] + '…' + text[-14:]
-        axes.annotate(text, (x, y), (1.04, height), textcoords=axes.get_yaxis_transform(), va='center', color=style(i)['color'],
-                      arrowprops={'arrowstyle': '-', 'color': style(i)['color'], 'linewidth': 0.6}, parse_math=False)
+        axes.annotate(text, (x, min(y, top)), (1.04, height), textcoords=axes.get_yaxis_transform(), va='center', color=style['color'],
+                      arrowprops={'arrowstyle': '-', 'color': style['color'], 'linewidth': 0.6}, parse_math=False)
 
 
-def draw_loss_curves(axes, runs, names):
-    """Training loss (thin) and validation loss with its standard error (dots) of run folders over updates."""
+# ---- panels: each draws one thing into given axes -------------------------------------------------------------------------------------
+
+def draw_loss_curves(axes, groups, look):
+    """Validation loss of run folders over updates (dots), one colour a group, and training loss (thin) where a group is a single run.
+
+    groups: {label: [run folder, ...]}; of several runs the mean is drawn thick, each of them thin. look: see styles()."""
     ends, drawn = [], []  # drawn: every (step, loss)
-    for i, (run, name) in enumerate(zip(runs, names)):
-        records = metrics.read(run)
-        train = [(r['step'], r['loss']) for r in records if r['event'] == 'train']
-        val = [(r['step'], r['loss'], r['stderr']) for r in records if r['event'] == 'eval']
-        if train:
-            axes.plot(*zip(*train), **style(i), alpha=0.35, linewidth=0.8)
-        if val:
-            steps, losses, stderrs = zip(*val)
-            axes.errorbar(steps, losses, yerr=stderrs, **style(i), marker='o', markersize=3.5, linewidth=1.4)
-            ends.append((steps[-1], losses[-1], name if len(runs) > 1 else f'{losses[-1]:.3f}', i))
-        drawn += [*zip(*zip(*train)), *zip(*list(zip(*val))[:2])]
-    title(axes, 'Loss while training' + (f': {names[0]}' if len(runs) == 1 else ''), 'nats a token; dots: validation, thin: training')
+    for (label, runs), style in zip(groups.items(), look):
+        curves = []
+        for run in runs:
+            records = metrics.read(run)
+            train = [(r['step'], r['loss']) for r in records if r['event'] == 'train']
+            curves.append({r['step']: (r['loss'], r['stderr']) for r in records if r['event'] == 'eval'})
+            thin = train if len(runs) == 1 else [(step, loss) for step, (loss, _) in curves[-1].items()]
+            axes.plot([step for step, _ in thin], [loss for _, loss in thin], **style, alpha=0.35, linewidth=0.8)
+            drawn += thin
+        steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+        if steps:
+            losses = [sum(curve[step][0] for curve in curves) / len(curves) for step in steps]
+            stderrs = [curves[0][step][1] for step in steps] if len(curves) == 1 else None
+            axes.errorbar(steps, losses, yerr=stderrs, **style, marker='o', markersize=3.5, linewidth=1.4)
+            ends.append((steps[-1], losses[-1], label if len(groups) > 1 else f'{losses[-1]:.3f}', style))
+            drawn += zip(steps, losses)
+    title(axes, 'Loss while training' + (f': {next(iter(groups))}' if len(groups) == 1 else ''),
+          'nats a token; dots: validation, thin: ' + ('training' if all(len(runs) == 1 for runs in groups.values()) else 'each seed'))
     axes.set_xlabel('updates')
     if drawn:  # the fall of the first tenth would leave no room for what differs between runs
         last = max(step for step, _ in drawn)
@@ -79,45 +97,95 @@ def draw_loss_curves(axes, runs, names):
     label_ends(axes, ends)
 
 
-def buckets(n):
-    """Ranges (first, last) of the positions 1..n, each about 1.4 times as far from the start as the one before."""
-    edges = sorted({round(2 ** (i / 2)) for i in range(2 * n.bit_length())})
-    edges = [edge for edge in edges if edge == 1 or edge < n / 1.2] + [n + 1]
-    return [(low, high - 1) for low, high in zip(edges, edges[1:])]
+def draw_by_length(axes, schemes, look, protocol, value, base):
+    """A protocol's value over tokens of context: mean over seeds with its 95 % interval, or a single run with its standard error.
 
-
-def draw_loss_by_position(axes, curves, names):
-    """Mean validation loss over how many tokens a prediction could see. curves: a list of floats a run, position 0 first.
-
-    Neighbouring positions are averaged: single ones are too noisy to read."""
-    ends = []
-    for i, (losses, name) in enumerate(zip(curves, names)):
-        ranges = buckets(len(losses))
-        x = [(low * high) ** 0.5 for low, high in ranges]
-        y = [sum(losses[low - 1:high]) / (high - low + 1) for low, high in ranges]
-        axes.plot(x, y, **style(i), marker='o', markersize=3.5, linewidth=1.4)
-        ends.append((x[-1], y[-1], name, i))
-    longest = max(map(len, curves))
+    schemes: as in report.json. base: the trained length, a dotted line."""
+    ends, drawn = [], []  # drawn: every (tokens, value, error)
+    for scheme, style in zip(schemes, look):
+        points = []
+        for part in scheme[protocol]:
+            mean, interval, stderr = (part[f'{value}_{what}'] for what in ('mean', 'ci95', 'stderr'))
+            x = part['length'] if 'length' in part else ((part['from'] + 1) * part['to']) ** 0.5
+            points += [(x, mean, (interval[1] - interval[0]) / 2 if interval else stderr or 0)] if mean is not None else []
+        if points:
+            x, y, error = zip(*points)
+            axes.errorbar(x, y, yerr=error, **style, marker='o', markersize=3.5, linewidth=1.4, elinewidth=0.9)
+            ends.append((x[-1], y[-1], scheme['scheme'], style))
+            drawn += points
     axes.set_xscale('log', base=2)
-    ticks = [2 ** i for i in range(longest.bit_length())]
-    axes.set_xticks(ticks, [f'{tick:,}' for tick in ticks])
-    axes.set(xlim=(0.9, 1.05 * max(longest, 2)), xlabel='tokens of context, the present one included')
-    title(axes, 'Validation loss by context', 'nats a token; dots: means over neighbouring positions')
+    if drawn:
+        x, y, _ = zip(*drawn)
+        ticks = [2 ** i for i in range(32) if min(x) / 1.5 <= 2 ** i <= 1.1 * max(x)]
+        axes.set_xticks(ticks, [f'{tick:,}' for tick in ticks])
+        low, high = (min(y), min(max(y), min(y) + ROOM)) if value == 'loss' else (min(*y, 0), max(*y, 0.5))
+        margin = 0.06 * (high - low) + 0.01
+        axes.set(xlim=(min(x) / 1.1, 1.07 * max(x)), ylim=(low - margin, high + margin), xlabel='tokens of context')
+    axes.axvline(base, color='#999999', linewidth=0.8, linestyle=':')
+    for part in [part for scheme in schemes for part in scheme[protocol] if 'chance' in part][:1]:
+        axes.axhline(part['chance'], color='#999999', linewidth=0.8, linestyle=':')
     label_ends(axes, ends)
 
+
+def draw_differences(axes, schemes, look):
+    """Validation loss less that of the reference, paired by seed: mean, its 95 % interval, and each seed as a dot."""
+    for y, (scheme, style) in enumerate(zip(schemes, look)):
+        found = scheme['difference'] or {'mean': 0, 'ci95': None, 'pairs': []}
+        if found['mean'] is not None:
+            axes.plot(found['ci95'] or [found['mean']] * 2, [y, y], color=style['color'], linewidth=2)
+            axes.plot([pair['difference'] for pair in found['pairs']], [y] * len(found['pairs']), 'o', color=style['color'], alpha=0.4, markersize=4)
+            axes.plot(found['mean'], y, 'D', color=style['color'], markersize=6)
+    axes.set_yticks(range(len(schemes)), [scheme['scheme'] for scheme in schemes], parse_math=False)
+    axes.set(xlabel='nats a token; left of the line is better', ylim=(len(schemes) - 0.4, -0.6))
+    axes.axvline(0, color='#444444', linewidth=0.8)
+    axes.grid(axis='y', visible=False)
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------------------------
 
 def loss_curves(runs, path):
     """Loss curves of run folders into a PNG."""
     fig, (axes,) = figure()
-    draw_loss_curves(axes, runs, run_names(runs))
+    draw_loss_curves(axes, {name: [run] for name, run in zip(run_names(runs), runs)}, styles(range(len(runs))))
     fig.savefig(path, dpi=180)
 
 
-def comparison(runs, names, curves, path):
-    """Loss curves of run folders and loss by position side by side into a PNG. curves: a list of floats a run."""
-    fig, (left, right) = figure(columns=2)
-    draw_loss_curves(left, runs, names)
-    draw_loss_by_position(right, curves, names)
+def panels(report):
+    """{name: function that draws it into axes} of what a report has to show. report: as in report.json."""
+    schemes, base = report['schemes'], report['length']
+    look = styles([scheme['wpe'] for scheme in schemes])
+
+    def by_length(protocol, value, heading, note):
+        def draw(axes):
+            draw_by_length(axes, schemes, look, protocol, value, base)
+            title(axes, heading, note)
+        return draw
+
+    def curves(axes):
+        draw_loss_curves(axes, {scheme['scheme']: scheme['runs'] for scheme in schemes if not scheme['extension']},
+                         [style for scheme, style in zip(schemes, look) if not scheme['extension']])
+
+    def differences(axes):
+        draw_differences(axes, schemes, look)
+        title(axes, f'Validation loss less that of {report["reference"]}', 'paired by seed; diamond: mean, line: 95 % interval, dots: seeds')
+
+    bars = '95 % over seeds' if all(scheme['n_seeds'] > 1 for scheme in schemes) else '95 % over seeds; of one seed, standard error'
+    found = {'curves': curves,
+             'position': by_length('position', 'loss', 'Loss by position', 'nats a token; dotted: trained length'),
+             'context': by_length('context', 'loss', 'Same targets, longer context', f'nats a token; bars: {bars}'),
+             'differences': differences,
+             'retrieval': by_length('retrieval', 'accuracy', 'Key-value retrieval', 'share answered rightly; dotted: chance'),
+             'induction': by_length('induction', 'score', 'Induction', 'nats gained from having seen the sequence')}
+    return {name: draw for name, draw in found.items()
+            if name in ('curves', 'position') or (len(schemes) > 1 if name == 'differences' else schemes[0][name])}
+
+
+def comparison(report, path):
+    """The first panels of a report side by side into a PNG."""
+    found = list(panels(report).values())[:3]
+    fig, axes = figure(len(found))
+    for draw, each in zip(found, axes):
+        draw(each)
     fig.savefig(path, dpi=180)
 
 

@@ -2,19 +2,18 @@
 by position, a sliding window, key-value retrieval, and induction.
 
 How far a model sees is asked in lengths from half to four times the length it was trained at, `base`. A learned table has no answer beyond
-its last row: None. All draws follow from a seed and the length, so every model is asked the same.
+its last row: None. See probes.py for the last two.
 """
 import math
 import time
 
 import numpy as np
-import torch
 
-from nanope.evaluate import evaluate, mean_and_stderr, token_losses, windows
+from nanope.evaluate import evaluate, finite, mean_and_stderr, token_losses, windows
+from nanope.probes import KEY, PAIRS, induction, retrieval
 
 LENGTHS = 0.5, 1, 1.25, 1.5, 2, 4            # times base
 EDGES = 1, 1.125, 1.25, 1.5, 2, 3, 4         # times base: past it, positions are averaged between these
-PAIRS, KEY = 4, 8                            # retrieval: pairs to choose from, tokens of a key; a value is one token
 
 
 def context_lengths(base):
@@ -33,13 +32,6 @@ def buckets(n):
     edges = [edge for edge in edges if edge == 1 or edge < n / 1.2] + [n + 1]
     return [(low, high - 1) for low, high in zip(edges, edges[1:])]
 
-
-def finite(x):
-    """x, or None for what JSON cannot hold: the standard error of a single window."""
-    return x if math.isfinite(x) else None
-
-
-# ---- on validation text -----------------------------------------------------------------------------------------------------------------
 
 def same_targets(losses_of, file, base, furthest, max_tokens):
     """Loss on the same targets at every context length: [{'length', 'loss', 'stderr', 'change', 'change_stderr'}].
@@ -81,68 +73,18 @@ def by_position(losses, beyond, base):
     return results
 
 
-# ---- on synthetic rows ------------------------------------------------------------------------------------------------------------------
-
-def key_value_rows(file, n, trials, seed):
-    """Questions of n tokens: rows (trials, n), candidates (trials, PAIRS), and which one is right (trials,). None where n is too short.
-
-    A row is PAIRS pairs of a key and its value, then text, then one of the keys again; what comes next? Keys and text are pieces of the
-    file, values distinct tokens of it by frequency. Which key has which value, and which is asked for, are independent draws: whoever
-    does not look a key up is right in 1 of PAIRS cases, whatever else it knows."""
-    filler = n - PAIRS * (KEY + 1) - KEY
-    tokens, counts = np.unique(file.rows([0], min(file.tokens, 10**6)).numpy(), return_counts=True)
-    if filler < 0 or len(tokens) < PAIRS:
-        return None
-    random = np.random.default_rng([seed, n])
-    keys = file.rows(random.integers(0, file.tokens - KEY + 1, trials * PAIRS), KEY).view(trials, PAIRS, KEY)
-    values = np.stack([random.choice(tokens, PAIRS, replace=False, p=counts / counts.sum()) for _ in range(trials)])
-    values, right = torch.from_numpy(values), torch.from_numpy(random.integers(0, PAIRS, trials))
-    text = file.rows(random.integers(0, file.tokens - filler + 1, trials), filler)
-    pairs = torch.cat((keys, values[:, :, None]), dim=2).view(trials, PAIRS * (KEY + 1))
-    return torch.cat((pairs, text, keys[torch.arange(trials), right]), dim=1), values, right
-
-
-@torch.no_grad()
-def retrieval(model, file, base, furthest, trials, seed, autocast, batch_size):
-    """Share of key_value_rows answered rightly, by length: [{'length', 'accuracy', 'stderr', 'chance'}]. stderr is binomial."""
-    device, results = next(model.parameters()).device, []
-    for n in context_lengths(base):
-        rows = key_value_rows(file, n, trials, seed) if n <= furthest else None
-        accuracy = stderr = None
-        if rows:
-            questions, values, right = rows
-            with autocast():
-                logits = torch.cat([model(part.to(device), last_only=True)[:, -1].cpu() for part in questions.split(batch_size)])
-            scores = logits.float().gather(1, values)             # (trials, PAIRS)
-            best = scores == scores.max(dim=1, keepdim=True).values
-            hits = best.gather(1, right[:, None])[:, 0] / best.sum(dim=1)  # among equals, the right one is taken that often
-            accuracy = hits.double().mean().item()
-            stderr = math.sqrt(accuracy * (1 - accuracy) / trials)
-        results.append({'length': n, 'accuracy': accuracy, 'stderr': stderr, 'chance': 1 / PAIRS})
-    return results
-
-
-def induction(losses_of, n_tokens, separator, base, furthest, trials, seed):
-    """How much a model gains from having seen a sequence before: [{'length', 'distance', 'score', 'stderr', 'first_minus_second'}].
-
-    `distance` random tokens stand twice; each of n_tokens ids but the separator is as likely. score: the mean loss on the second copy where
-    other random tokens stand in place of the first, less that on the second copy, in nats: same targets, same positions.
-    first_minus_second is the usual score, which a drift of the loss with the position moves too. The first token takes no part."""
-    results = []
-    for n in context_lengths(base):
-        distance = n // 2
-        result = dict.fromkeys(('score', 'stderr', 'first_minus_second'))
-        if distance > 1 and n <= furthest:
-            draws = np.random.default_rng([seed, n]).integers(0, n_tokens - 1, (trials + 1, distance))
-            random = torch.from_numpy(draws + (draws >= separator))
-            once, other = random[:-1], random[1:]
-            twice = losses_of(torch.cat((once, once), dim=1))     # (trials, 2 distance - 1)
-            unseen = losses_of(torch.cat((other, once), dim=1))
-            score, stderr = mean_and_stderr((unseen - twice)[:, distance:].mean(axis=1), np.ones(trials))
-            usual = float(twice[:, :distance - 1].mean() - twice[:, distance:].mean())
-            result = {'score': score, 'stderr': finite(stderr), 'first_minus_second': usual}
-        results.append({'length': n, 'distance': distance, **result})
-    return results
+def sliding(losses_of, file, base, stride, max_tokens, end_to_end):
+    """Loss in windows of base tokens every `stride`, which count what the one before left: {'stride', 'loss', 'stderr', 'tokens', 'change',
+    'change_stderr'}. change: against windows end to end, on the same targets. end_to_end: their losses by target (tokens,), or nan."""
+    starts, first = windows(file.tokens, base, max_tokens, stride)
+    losses = losses_of(file.rows(starts, base + 1))
+    counted = np.arange(base) >= first[:, None]
+    loss, stderr = mean_and_stderr((losses * counted).sum(axis=1), counted.sum(axis=1))
+    differences = np.where(counted, losses - end_to_end[starts[:, None] + 1 + np.arange(base)], np.nan)
+    both = np.isfinite(differences).sum(axis=1)                   # fewer where not every token was scored end to end
+    change, error = mean_and_stderr(np.nansum(differences, axis=1)[both > 0], both[both > 0]) if both.any() else (math.nan, math.nan)
+    return {'stride': stride, 'loss': loss, 'stderr': finite(stderr), 'tokens': int(counted.sum()), 'change': finite(change),
+            'change_stderr': finite(error)}
 
 
 # ---- all of it --------------------------------------------------------------------------------------------------------------------------
@@ -164,12 +106,11 @@ def describe(base, config):
                      f'{config.trials} sequences.'}
 
 
-def ask(model, data, byte_lengths, base, config, autocast):
-    """All protocols for one model: (answers, {protocol: seconds}).
+def ask(model, data, byte_lengths, base, config, seeds, autocast):
+    """All protocols for one model: (answers, (loss, targets) of each window end to end, {protocol: seconds}).
 
-    answers: what evaluate() gives for windows of base tokens end to end, and 'context', 'position', 'sliding', 'retrieval', 'induction' as
-    above, empty or None where config.context_tokens or config.trials is 0. data: Data. config: CompareConfig."""
-    seconds, furthest = {}, reach(model.config)
+    answers: fields of a run in report.json, empty where config.context_tokens or config.trials is 0. data: Data. config: CompareConfig."""
+    seconds, furthest, file = {}, reach(model.config), data.val
     how = dict(autocast=autocast, batch_size=config.batch_size)
 
     def timed(name, function, *args, **settings):
@@ -179,24 +120,27 @@ def ask(model, data, byte_lengths, base, config, autocast):
         return result
 
     def losses_of(rows):                                          # as many tokens at once whatever their length
-        fit = max(config.batch_size * base // rows.size(1), 1)
-        return token_losses(model, rows, autocast=autocast, batch_size=fit)
+        return token_losses(model, rows, autocast=autocast, batch_size=max(config.batch_size * base // rows.size(1), 1))
 
-    answers = timed('non-overlapping', evaluate, model, data.val, byte_lengths, block_size=base, max_tokens=config.eval_tokens, **how)
-    answers |= {'context': [], 'sliding': None, 'retrieval': [], 'induction': []}
-    beyond, longest = None, min(4 * base, furthest, data.val.tokens - 1)
+    full = timed('non-overlapping', evaluate, model, file, byte_lengths, block_size=base, max_tokens=config.eval_tokens, **how)
+    losses, beyond = full['losses'], None
+    answers = {'val_loss': full['loss'], 'val_stderr': finite(full['stderr']), 'val_tokens': full['tokens'],
+               'bits_per_byte': finite(full['bits_per_byte']), 'context': [], 'sliding': None, 'retrieval': [], 'induction': []}
     if config.context_tokens:
-        answers['context'] = timed('same targets', same_targets, losses_of, data.val, base, furthest, config.context_tokens)
+        answers['context'] = timed('same targets', same_targets, losses_of, file, base, furthest, config.context_tokens)
+        longest = min(4 * base, furthest, file.tokens - 1)
         if longest > base:
-            starts, _ = windows(data.val.tokens, longest, 4 * config.context_tokens)
-            beyond = timed('by position', losses_of, data.val.rows(starts, longest + 1))
-        stride = config.stride or max(base // 2, 1)
-        found = timed('sliding window', evaluate, model, data.val, byte_lengths, block_size=base, stride=stride,
-                      max_tokens=config.context_tokens, **how)
-        answers['sliding'] = {'stride': stride, 'loss': found['loss'], 'stderr': finite(found['stderr']), 'tokens': found['tokens']}
-    answers['position'] = by_position(answers['losses'], beyond, base)
+            starts, _ = windows(file.tokens, longest, 4 * config.context_tokens)
+            beyond = timed('by position', losses_of, file.rows(starts, longest + 1))
+        by_target = np.full(file.tokens, np.nan)
+        for start, row in zip(windows(file.tokens, base, config.eval_tokens)[0], losses):
+            by_target[start + 1:start + 1 + base][np.isfinite(row)] = row[np.isfinite(row)]
+        answers['sliding'] = timed('sliding window', sliding, losses_of, file, base, config.stride or max(base // 2, 1), config.context_tokens,
+                                   by_target)
+    answers['position'] = by_position(losses, beyond, base)
     if config.trials:
-        answers['retrieval'] = timed('retrieval', retrieval, model, data.val, base, furthest, config.trials, config.seed, **how)
-        answers['induction'] = timed('induction', induction, losses_of, data.vocab_size, data.tokenizer.separator, base, furthest,
-                                     config.trials, config.seed)
-    return answers, seconds
+        lengths = context_lengths(base)
+        answers['retrieval'] = timed('retrieval', retrieval, model, file, lengths, furthest, config.trials, seeds, **how)
+        answers['induction'] = timed('induction', induction, losses_of, data.vocab_size, data.tokenizer.separator, lengths, furthest,
+                                     config.trials, seeds)
+    return answers, (np.nansum(losses, axis=1), np.isfinite(losses).sum(axis=1)), seconds

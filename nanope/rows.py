@@ -111,24 +111,27 @@ def row_error(guess, true):
     return float(np.median(np.linalg.norm(guess - true, axis=1) / size))
 
 
-def try_low_rank(table, m, rank=None, fit=None):
-    """Predict the last min(m, n/3) rows from those before, in every way that rank and fit leave open.
+def choose_low_rank(table, m, rank=None, fit=None):
+    """The rank and fit, where they are left open, that predict the last min(m, n/3) rows from those before best: of
+    those within 5 % of the least error, the lowest rank.
 
-    Returns {(rank, fit): row_error}, {'hold': row_error, 'tile': row_error} for comparison, and how many rows were
-    held back. Raises ValueError where the table is too small for that."""
+    Returns (rank, fit, {(rank, fit) or 'hold' or 'tile': row_error}, number of rows held back). Raises ValueError where
+    the table is too small for that."""
     n, width = table.shape
     held = min(m, n // 3)
     known, true = table[:n - held], table[n - held:]
     most = min(len(known) - 3, width)
     ranks = [each for each in ([rank] if rank else RANKS) if each <= most]
     if not ranks:
-        raise ValueError(f'a table of {n} rows and {width} columns, {held} rows held back for the test, is too small for '
-                         f'rank={rank or RANKS[0]}: use ' + (f'at most {most}' if most > 0 else '--method=hold'))
+        raise ValueError(f'a table of {n} rows and {width} columns, {held} rows held back for the test, is too small '
+                         f'for rank={rank or RANKS[0]}: use ' + (f'at most {most}' if most > 0 else '--method=hold'))
     parts = components(known)
     errors = {(each, name): row_error(low_rank(known, held, each, name, parts), true)
               for name in ([fit] if fit else FITS) for each in ranks}
-    hold, tile = (row_error(go_on(known, held), true) for go_on in (hold_last, repeat_all))
-    return errors, {'hold': hold, 'tile': tile}, held
+    enough = 1.05 * min(errors.values()) + 0.001
+    best = min((pair for pair in errors if errors[pair] <= enough), key=lambda pair: (pair[0], errors[pair]))
+    errors |= {name: row_error(go_on(known, held), true) for name, go_on in (('hold', hold_last), ('tile', repeat_all))}
+    return *best, errors, held
 
 
 # ---- other ways ------------------------------------------------------------------------------------------------------

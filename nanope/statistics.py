@@ -9,6 +9,8 @@ from functools import cache
 
 import numpy as np
 
+from nanope.evaluate import finite, mean_and_stderr
+
 
 def t_probability(t, df):
     """P(|T| < t) of Student's t with df (int, at least 1) degrees of freedom."""
@@ -35,12 +37,93 @@ def t_quantile(df, confidence=0.95):
 
 
 def summary(values):
-    """{'mean', 'ci95': [low, high], 'n'} of values over seeds; ci95 is None for a single one, mean too for none or where one is None."""
-    n = len(values)
-    if n == 0 or any(value is None for value in values):
-        return {'mean': None, 'ci95': None, 'n': n}
-    mean = float(np.mean(values))
+    """(mean, [low, high] of the 95 % interval) of values over seeds; no interval for a single one, nothing where a value is None."""
+    if not values or any(value is None for value in values):
+        return None, None
+    mean, n = float(np.mean(values)), len(values)
     if n == 1:
-        return {'mean': mean, 'ci95': None, 'n': 1}
+        return mean, None
     half = t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return {'mean': mean, 'ci95': [mean - half, mean + half], 'n': n}
+    return mean, [mean - half, mean + half]
+
+
+def over_seeds(name, values):
+    mean, interval = summary(values)
+    return {f'{name}_mean': mean, f'{name}_ci95': interval}
+
+
+# ---- from runs to schemes -------------------------------------------------------------------------------------------------------------
+
+def by_scheme(rows):
+    """{label: rows of report.json that differ in their seed alone}. Runs that not even a seed tells apart are not averaged."""
+    groups, labelled = {}, {}
+    for row in rows:
+        settings = ', '.join(f'{name}={value}' for name, value in row['settings'].items())
+        label = ' + '.join(filter(None, (row['wpe'], row['extension']))) + (f' ({settings})' if settings else '')
+        groups.setdefault(label, []).append(row)
+    for label, members in groups.items():
+        if len({row['seed'] for row in members}) == len(members):
+            labelled[label] = members
+        else:
+            labelled |= {f'{label}, {row["name"]}': [row] for row in members}
+    return labelled
+
+
+def paired(members, reference):
+    """[(row, row of reference)] that share their seed: the same first weights, but for the table, and the same batches."""
+    of_seed = {row['seed']: row for row in reference}
+    return [(row, of_seed[row['seed']]) for row in members if row['seed'] in of_seed]
+
+
+def minus(a, b):
+    return None if a is None or b is None else a - b
+
+
+def difference(pairs, label, windows):
+    """Validation loss less that of the reference, seed by seed. window_stderr, of each pair, is another thing: how well these two models
+    are told apart by the windows that both were scored on, and says nothing about other seeds."""
+    values, each = [], []
+    for row, other in pairs:
+        (sums, counts), (other_sums, _) = windows[row['run']], windows[other['run']]
+        stderr = mean_and_stderr(sums - other_sums, counts)[1]
+        values.append(row['val_loss'] - other['val_loss'])
+        each.append({'seed': row['seed'], 'difference': values[-1], 'window_stderr': finite(stderr)})
+    mean, interval = summary(values)
+    return {'reference': label, 'mean': mean, 'ci95': interval, 'pairs': each}
+
+
+def across(members, protocol, **errors):
+    """A protocol's list of results over the seeds of a scheme: of each name in errors the mean and its interval or, where a single run
+    has none, the run's own standard error. errors: {name: name of its standard error}."""
+    results = []
+    for parts in zip(*(row[protocol] for row in members)):
+        result = {key: parts[0][key] for key in ('length', 'distance', 'chance', 'from', 'to') if key in parts[0]}
+        for name, error in errors.items():
+            result |= over_seeds(name, [part[name] for part in parts])
+            result |= {f'{name}_stderr': parts[0][error] if len(parts) == 1 else None}
+        results.append(result)
+    return results
+
+
+def summarise(rows, windows):
+    """The schemes of report.json from its runs. windows: {run: (sums, counts) of its losses in each window, the same for all}.
+
+    Differences are to the learned table or, where none was trained, to the first scheme."""
+    groups, schemes = by_scheme(rows), []
+    reference = next((label for label, (row, *_) in groups.items() if row['wpe'] == 'learned' and not row['extension']), next(iter(groups)))
+    for label, members in groups.items():
+        first, pairs = members[0], paired(members, groups[reference])
+        context = across(members, 'context', loss='stderr', change='change_stderr')
+        for i, part in enumerate(context):
+            part |= over_seeds('difference', [minus(a['context'][i]['loss'], b['context'][i]['loss']) for a, b in pairs])
+        schemes.append({
+            'scheme': label, **{key: first[key] for key in ('wpe', 'extension', 'settings', 'params', 'wpe_params')},
+            'runs': [row['run'] for row in members], 'n_seeds': len(members),
+            **over_seeds('val_loss', [row['val_loss'] for row in members]),
+            **over_seeds('bits_per_byte', [row['bits_per_byte'] for row in members]),
+            **over_seeds('sliding', [row['sliding']['loss'] for row in members if row['sliding']]),
+            **over_seeds('sliding_change', [row['sliding']['change'] for row in members if row['sliding']]),
+            'difference': None if label == reference else difference(pairs, reference, windows),
+            'context': context, 'position': across(members, 'position', loss='stderr'),
+            'retrieval': across(members, 'retrieval', accuracy='stderr'), 'induction': across(members, 'induction', score='stderr')})
+    return schemes

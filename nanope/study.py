@@ -7,6 +7,7 @@
 A cell is one process of train.py or extend.py. Whether a run is finished is read off its folder, not off the ledger, so it does not matter
 when a study was killed; a cell that is neither finished nor failed for good goes on where its last checkpoint stands.
 """
+import itertools
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import time
 from nanope import checkpoint, metrics
 from nanope.configurator import read_file
 from nanope.files import lock_folder, read_json, write_json
+from nanope.plots import run_names
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EXIT_STOPPED = 75
@@ -121,24 +123,22 @@ def wait_for(run):
 def train_missing(to, files, wpes, seeds, flags):
     """Train every scheme with every seed that is not there yet. Returns (run folders, failed cells as rows of report.json).
 
-    files: config files for train.py. flags: more of its settings. Raises Stopped, and ValueError where none succeeds."""
+    files: config files for train.py. flags: more of its settings. Raises Stopped."""
     ledger, runs, failed = open_ledger(to, settings_of(files, flags)), [], []
     os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
-    for seed in seeds:                                            # whole sets of schemes first: a study that is stopped can be compared
-        for wpe in wpes:
-            cell = f'{wpe}_{seed}'
-            run = os.path.join(to, 'runs', cell)
-            wait_for(run)
-            entry = {'exit': 0}
-            if not finished(run):
-                args = [*files, *flags, f'--wpe={wpe}', f'--seed={seed}', f'--out_dir={run}', '--init_from=auto']
-                entry = run_cell(to, ledger, cell, 'train', args)
-            if entry['exit']:
-                failed.append({'run': run, 'wpe': wpe, 'extension': None, 'seed': seed, 'exit': entry['exit']})
-            else:
-                runs.append(run)
-    order = sorted(runs, key=lambda run: wpes.index(os.path.basename(run).partition('_')[0]))
-    return order, failed
+    for seed, wpe in itertools.product(seeds, wpes):
+        cell = f'{wpe}_{seed}'
+        run = os.path.join(to, 'runs', cell)
+        wait_for(run)
+        entry = {'exit': 0}
+        if not finished(run):
+            args = [*files, *flags, f'--wpe={wpe}', f'--seed={seed}', f'--out_dir={run}', '--init_from=auto']
+            entry = run_cell(to, ledger, cell, 'train', args)
+        if entry['exit']:
+            failed.append({'run': run, 'wpe': wpe, 'extension': None, 'seed': seed, 'exit': entry['exit']})
+        else:
+            runs.append(run)
+    return runs, failed
 
 
 # ---- extending ----------------------------------------------------------------------------------------------------------------------
@@ -165,13 +165,13 @@ def extend_missing(to, runs, methods):
     runs: {run folder: its Checkpoint}. methods: [(name, times its context length)]."""
     ledger, made, failed = open_ledger(to, {}), [], []
     os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
-    for run, found in runs.items():
+    for name, (run, found) in zip(run_names(list(runs)), runs.items()):
         settings = found.state['config']
         for method, factor in methods:
             if method not in EXTENSIONS[settings['wpe']]:
                 continue
             n = round(settings['block_size'] * factor)
-            cell = f'{os.path.basename(os.path.normpath(run))}_{method}_{n}'
+            cell = f'{name.replace(os.sep, "_")}_{method}_{n}'
             target = os.path.join(to, 'runs', cell)
             source = read_json(os.path.join(found.path, 'manifest.json'))['digest']  # the run may have been trained on
             entry = ledger['cells'].get(cell, {})
@@ -185,3 +185,22 @@ def extend_missing(to, runs, methods):
             else:
                 made.append(target)
     return made, failed
+
+
+def extension(found):
+    """How a run's context was extended, as in 'yarn ×2', whether it was fine-tuned since, or None."""
+    extended, origin = found.state.get('extended'), found.state.get('origin')
+    if extended:
+        return f'{extended["method"]} ×{found.state["config"]["block_size"] / extended["trained"]:g}'
+    if origin:
+        try:
+            before = extension(checkpoint.load(origin['run'], origin['step']))
+        except ValueError:                                        # it is not there any more
+            before = None
+        return ', '.join(filter(None, (before, 'tuned')))
+    return None
+
+
+def trained_length(found):
+    """Tokens of context that a run was trained at, before any extension."""
+    return int(found.state['extended']['trained']) if 'extended' in found.state else found.state['config']['block_size']

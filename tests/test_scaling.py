@@ -158,10 +158,10 @@ def test_bad_settings_are_refused(wrong, says):
 
 
 def test_settings_that_agree_are_taken():
-    for factor in (10 / 3, 7.3, 1024 / 48):                       # factor times trained is rounded
-        for trained in (48, 100, 1023):
-            scaled('yarn', factor, trained)
-            GPTConfig(wpe='rope', rope_scaling='linear', rope_factor=1000 / trained + 1, rope_trained=trained, block_size=1000)
+    rounded = [(trained, longer) for trained in range(40, 130) for longer in range(trained, 300) if longer / trained * trained < longer]
+    for trained, longer in rounded:
+        GPTConfig(wpe='rope', rope_scaling='yarn', rope_factor=longer / trained, rope_trained=trained, block_size=longer)
+    assert len(rounded) > 100
     GPTConfig(wpe='rope', rope_scaling='llama3', rope_factor=8.0, rope_trained=8192, block_size=131072)  # Llama 3.1
     GPTConfig(wpe='rope', rope_scaling='dynamic', rope_factor=2.0, rope_trained=8, block_size=1024)
     GPTConfig(wpe='rope', rope_scaling='yarn', rope_factor=4.0, rope_trained=1024, block_size=512)  # as a cropped model has it

@@ -301,8 +301,7 @@ def test_signal_to_a_real_process(place, number):
     """The script itself, started as users do, stopped at a moment nobody chose; resumed here, equal to a run that was left alone."""
     settings = dict(HARD, max_iters=100_000, lr_decay_iters=100_000, eval_interval=10_000)
     process = start(place, 'train.py', *flags(**settings))
-    deadline = time.time() + 120
-    while not records(place, 'train') and time.time() < deadline:
+    while not records(place, 'train') and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
     text = process.communicate(timeout=60)[1]
@@ -491,7 +490,7 @@ def test_second_process_in_one_folder(place):
     """Refused within a second while the first runs; after a SIGKILL of the first the folder is free again."""
     first = fork_train(place, max_iters=10**6, eval_interval=10**6)
     try:
-        while not losses(place):
+        while not losses(place) and os.waitpid(first, os.WNOHANG) == (0, 0):
             time.sleep(0.01)
         started = time.time()
         done = train(place, init_from='auto')

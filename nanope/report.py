@@ -1,0 +1,190 @@
+"""A comparison to read: tables for the terminal, and report.html, one file with everything in it. Both say what report.json says."""
+import html
+import io
+import os
+import shlex
+import textwrap
+
+from nanope import plots
+from nanope.files import write_json
+
+STYLE = os.path.join(os.path.dirname(__file__), 'report.css')
+
+
+# ---- numbers as text --------------------------------------------------------------------------------------------------------------------
+
+def cell(value, form='.4f'):
+    return '-' if value is None else format(value, form)
+
+
+def plus_minus(mean, interval, form, scale=1):
+    """'1.234 ± 0.012': a mean over seeds and half the width of its 95 % interval, where there is one."""
+    if mean is None:
+        return '-'
+    half = f' ± {scale * (interval[1] - interval[0]) / 2:{form.lstrip("+")}}' if interval else ''
+    return f'{scale * mean:{form}}{half}'
+
+
+def of(part, name, form, scale=1):
+    return plus_minus(part[f'{name}_mean'], part[f'{name}_ci95'], form, scale)
+
+
+def verdict(difference):
+    """What an interval of differences says, in a word or two."""
+    if difference is None:
+        return 'reference'
+    if difference['ci95'] is None:
+        return 'one seed: no interval' if difference['pairs'] else 'no seed in common'
+    low, high = difference['ci95']
+    return 'better' if high < 0 else 'worse' if low > 0 else 'not told apart'
+
+
+# ---- tables: (heading, note, [row of cells], cells of a row that are words), the head first ---------------------------------------------
+
+def runs_table(report):
+    rows = [('run', 'scheme', 'seed', 'step', 'parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'tokens/s')]
+    columns = (('seed', 'd'), ('step', ',d'), ('params', ',d'), ('wpe_params', ',d'), ('val_loss', '.4f'), ('val_stderr', '.4f'),
+               ('bits_per_byte', '.4f'), ('tokens_per_s', ',.0f'))
+    for row in report['runs']:
+        scheme = ' + '.join(filter(None, (row['wpe'], row['extension'])))
+        rows.append((row['name'], scheme, *(cell(row[key], form) for key, form in columns)))
+    for row in report['failed']:
+        scheme = ' + '.join(filter(None, (row['wpe'], row['extension'])))
+        rows.append((row['name'], scheme, cell(row['seed'], 'd'), 'failed', *'------'))
+    note = f'windows of {report["length"]} tokens end to end; the standard error is over windows; tokens/s is the median while training'
+    return 'Runs', note, rows, (0, 1)
+
+
+def schemes_table(report):
+    one = [scheme for scheme in report['schemes'] if scheme['difference'] and len(scheme['difference']['pairs']) == 1]
+    head = ['scheme', 'seeds', 'val loss ± 95 %', 'bits/byte', f'minus {report["reference"]} ± 95 %', 'verdict', 'sliding window']
+    head[5:5] = ['± stderr over windows'] if one else []
+    rows = [head]
+    for scheme in report['schemes']:
+        found = scheme['difference']
+        row = [scheme['scheme'], str(scheme['n_seeds']), of(scheme, 'val_loss', '.4f'), cell(scheme['bits_per_byte_mean']),
+               plus_minus(found['mean'], found['ci95'], '+.4f') if found else '-', verdict(found), of(scheme, 'sliding_change', '+.4f')]
+        row[5:5] = [cell(found['pairs'][0]['window_stderr'] if scheme in one else None)] if one else []
+        rows.append(row)
+    note = '± is half a 95 % interval over seeds (Student\'s t); differences are paired by seed; sliding window: change on the same targets'
+    if one:
+        note += '. With one seed there is none: the standard error over windows tells two models apart, not two schemes'
+    return 'Schemes', note, rows, (0, len(head) - 2)
+
+
+def lengths_table(report, heading, note, protocol, name, form, scale=1):
+    """A row a scheme, a column a context length."""
+    rows = [('scheme', *(f'{part["length"]:,}' for part in report['schemes'][0][protocol]))]
+    rows += [(scheme['scheme'], *(of(part, name, form, scale) for part in scheme[protocol])) for scheme in report['schemes']]
+    return heading, note, rows, (0,)
+
+
+def tables(report):
+    """All tables of a report."""
+    found, first = [schemes_table(report)], report['schemes'][0]
+    if first['context']:
+        found += [lengths_table(report, 'Same targets by tokens of context', 'nats a token; - where a learned table has no rows',
+                                'context', 'loss', '.3f'),
+                  lengths_table(report, f'Change against {report["length"]} tokens of context', 'same targets, so how hard the text is '
+                                'cancels; + is worse', 'context', 'change', '+.3f')]
+    if first['retrieval']:
+        found += [lengths_table(report, 'Key-value retrieval by length', f'% answered rightly; {first["retrieval"][0]["chance"]:.0%} is chance',
+                                'retrieval', 'accuracy', '.0f', 100),
+                  lengths_table(report, 'Induction by length', 'nats a token gained from having seen the same random tokens half the length '
+                                'before; 0 is nothing', 'induction', 'score', '+.3f')]
+    return [runs_table(report), *found]
+
+
+def text_table(rows, words):
+    """Rows of cells as lines of text, columns of numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return '\n'.join('  '.join(c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip() for row in rows)
+
+
+def text(report):
+    """The report for a terminal."""
+    return '\n\n'.join(f'{heading.upper()}\n{text_table(rows, words)}\n{textwrap.fill(note, 110)}' for heading, note, rows, words in tables(report))
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------------------------
+
+def findings(report):
+    """What the numbers say, in sentences."""
+    plain = [scheme for scheme in report['schemes'] if not scheme['extension']] or report['schemes']
+    best = min(plain, key=lambda scheme: scheme['val_loss_mean'])
+    found = [f'Lowest validation loss at {report["length"]} tokens: {best["scheme"]}, {of(best, "val_loss", ".4f")} nats a token.']
+    words = {}
+    for scheme in plain:
+        if scheme['difference']:
+            mean = cell(scheme['difference']['mean'], '+.4f')
+            words.setdefault(verdict(scheme['difference']), []).append(f'{scheme["scheme"]} ({mean})')
+    if words:
+        found.append(f'Against {report["reference"]}: ' + '; '.join(f'{word}: {", ".join(each)}' for word, each in words.items()) + '.')
+    further = [n for n, part in enumerate(plain[0]['context']) if part['length'] > 1.9 * report['length']][:1]
+    for n in further:
+        parts = [(scheme['scheme'], scheme['context'][n]['change_mean']) for scheme in plain]
+        said = [f'{name} {"has no rows there" if change is None else f"{change:+.3f}"}' for name, change in parts]
+        found.append(f'The same targets after {plain[0]["context"][n]["length"]} tokens of context instead of {report["length"]}: {", ".join(said)}.')
+    return found
+
+
+def svg(draw):
+    """A panel of plots.panels as the text of an SVG, the same for the same numbers."""
+    import matplotlib
+    fig, (axes,) = plots.figure()
+    draw(axes)
+    file = io.StringIO()
+    with matplotlib.rc_context({'svg.hashsalt': 'nanope', 'svg.fonttype': 'none'}):
+        fig.savefig(file, format='svg', metadata={'Date': None, 'Creator': None})
+    return file.getvalue()[file.getvalue().index('<svg'):]
+
+
+def html_table(heading, note, rows, words):
+    def line(row, tag):
+        cells = []
+        for i, each in enumerate(row):
+            kind = 'word' if i in words else each if each in ('better', 'worse') else ''
+            cells.append(f'<{tag} class="{kind}">{html.escape(each)}</{tag}>')
+        return '<tr>' + ''.join(cells) + '</tr>'
+    body = '\n'.join(line(row, 'td') for row in rows[1:])
+    return (f'<h2>{html.escape(heading)}</h2>\n<p class="soft">{html.escape(note)}</p>\n<div class="scroll"><table>'
+            f'<thead>{line(rows[0], "th")}</thead>\n<tbody>{body}</tbody></table></div>')
+
+
+def page(report):
+    """report.html as text: everything inlined, no dates, nothing fetched."""
+    runs, *others = [html_table(*table) for table in tables(report)]
+    figures = '\n'.join(f'<figure>{svg(draw)}</figure>' for draw in plots.panels(report).values())
+    warnings = ''.join(f'<p class="warning">{html.escape(line)}</p>' for line in report['warnings'])
+    points = ''.join(f'<li>{html.escape(sentence)}</li>' for sentence in findings(report))
+    protocols = ''.join(f'<dt>{html.escape(name)}</dt><dd>{html.escape(about)}</dd>' for name, about in report['protocols'].items())
+    machine = ', '.join(f'{key} {value}' for key, value in report['machine'].items())
+    schemes = ', '.join(scheme['scheme'] for scheme in report['schemes'])
+    with open(STYLE, encoding='utf-8') as file:
+        style = file.read()
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Position schemes compared</title><style>{style}</style></head><body>
+<h1>Position schemes compared</h1>
+<p class="soft">{html.escape(schemes)}; {len(report['runs'])} runs trained on {html.escape(report['dataset'])}, scored at {report['length']} tokens.</p>
+<ul class="findings">{points}</ul>
+{warnings}
+<div class="figures">{figures}</div>
+{chr(10).join(others)}
+{runs}
+<h2>How it was measured</h2>
+<dl>{protocols}</dl>
+<h2>Command and machine</h2>
+<pre>{html.escape(shlex.join(report['command']))}</pre>
+<p class="soft">{html.escape(machine)}</p>
+</body></html>
+"""
+
+
+def write(report, folder):
+    """report.json, report.html and compare.png."""
+    os.makedirs(folder, exist_ok=True)
+    write_json(os.path.join(folder, 'report.json'), report)
+    plots.comparison(report, os.path.join(folder, 'compare.png'))
+    with open(os.path.join(folder, 'report.html'), 'w', encoding='utf-8') as file:
+        file.write(page(report))
