@@ -11,7 +11,7 @@ n_embd = 128
 dropout = 0.0       # a run this short does not see the text often enough to memorise it
 
 batch_size = 16
-max_iters = 600
+max_iters = 500
 learning_rate = 4e-3  # small models bear a large one
 warmup_iters = 50
 weight_decay = 0.1
