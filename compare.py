@@ -4,7 +4,6 @@ With a config file it trains first what is missing, a run a scheme and seed, and
 python compare.py config/shakespeare_learned.py --wpe=learned,rope --seeds=3 --extend=yarn,lowrank --to=out/study. Stopped or killed, the
 same command goes on. Prints tables and writes report.json, report.html and compare.png into --to.
 """
-import os
 import shlex
 import statistics
 import sys
@@ -15,17 +14,10 @@ from typing import Literal, get_args
 from tqdm import tqdm
 
 from model import GPTConfig
-from nanope import checkpoint, device, metrics, plots, protocols, report, study
+from nanope import checkpoint, device, metrics, protocols, report, runset, study
 from nanope.configurator import configure, run
 from nanope.files import lock_folder
-from nanope.loader import Data
 from nanope.statistics import summarise
-
-# Settings that a fair comparison may differ in: the scheme, the seed, and what does not change the course of training.
-MAY_DIFFER = {'wpe', 'seed', 'dataset', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',
-              'eval_batch_size', 'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'compile',
-              'threads'}
-EXTENDED = {'block_size', 'sinusoidal_factor', 'rope_scaling', 'rope_factor', 'rope_trained'}  # what extend.py changes
 
 
 @dataclass
@@ -60,26 +52,6 @@ class CompareConfig:
         return found
 
 
-# ---- which runs -------------------------------------------------------------------------------------------------------------------------
-
-def find_runs(paths, config):
-    """{run folder: its Checkpoint}, in the order given. Raises ValueError where one cannot be read or two cannot be compared."""
-    paths = [path for path in paths if os.path.realpath(path) != os.path.realpath(config.to)]  # as in: python compare.py out/*
-    if not paths:
-        raise ValueError('no run to compare: python compare.py out/a out/b ...')
-    seen = {}
-    for path in paths:
-        if seen.setdefault(os.path.realpath(path), path) is not path:
-            raise ValueError(f'{path} is given twice')
-    runs = {path: checkpoint.load(path, config.step) for path in paths}
-    digests = {}
-    for path, found in runs.items():
-        digests.setdefault(found.state['data_digest'], path)
-    if len(digests) > 1:
-        raise ValueError(f'runs trained on different data cannot be compared: {" and ".join(digests.values())}')
-    return runs
-
-
 def train_and_extend(config, files, paths):
     """What a study folder holds besides the runs given: ({run folder: Checkpoint}, failed cells)."""
     failed, methods = [], study.read_methods(config.extend, config.extend_to)
@@ -88,44 +60,12 @@ def train_and_extend(config, files, paths):
         if failed and not trained and not paths:
             raise ValueError(f'every run failed; what they said stands above and in {config.to}/runs/*.log')
         paths = trained + paths
-    runs = find_runs(paths, config)
+    runs = runset.find_runs(paths, config.to, config.step)
     if methods:
         extended, lost = study.extend_missing(config.to, runs, methods)
-        runs, failed = find_runs([*runs, *extended], config), failed + lost
+        runs, failed = runset.find_runs([*runs, *extended], config.to, config.step), failed + lost
     return runs, failed
 
-
-def differences(checkpoints):
-    """What besides the scheme, the seed and an extension differs between runs: {name: [value of each run]}."""
-    may_differ = MAY_DIFFER | (EXTENDED if any('extended' in found.state for found in checkpoints) else set())
-    facts = [{**found.state['config'], 'step': found.step, 'dtype': found.environment['dtype']} for found in checkpoints]
-    names = [name for name in facts[0] if name not in may_differ and all(name in fact for fact in facts)]  # versions may add names
-    values = {name: [fact[name] for fact in facts] for name in names}
-    return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
-
-
-def open_data(runs):
-    """The data that the runs were trained on. Raises ValueError where the folder holds other data by now."""
-    path, found = next(iter(runs.items()))
-    folder = os.path.join('data', found.state['config']['dataset'])
-    data = Data(folder)
-    if data.digest != found.state['data_digest']:
-        raise ValueError(f'{folder} is not the data that {path} was trained on (its digest differs): prepare it again')
-    return data
-
-
-def name_and_tell_apart(rows, failed, runs):
-    """Give rows of report.json their 'name', and as 'settings' what tells them from others of the same scheme and extension."""
-    everything = rows + failed
-    for row, name in zip(everything, plots.run_names([row['run'] for row in everything])):
-        row['name'] = name
-    for row in rows:
-        like = [other['run'] for other in rows if (other['wpe'], other['extension']) == (row['wpe'], row['extension'])]
-        values = differences([runs[path] for path in like])
-        row['settings'] = {name: each[like.index(row['run'])] for name, each in values.items()}
-
-
-# ---- how good they are ------------------------------------------------------------------------------------------------------------------
 
 def evaluate_run(path, found, data, length, config, device_name):
     """Score one run folder: (its row of report.json, its loss and number of targets in each window, seconds by protocol)."""
@@ -139,7 +79,7 @@ def evaluate_run(path, found, data, length, config, device_name):
     answers, windows, seconds = protocols.ask(model, data, tokenizer.byte_lengths(), length, config, seeds, autocast)
     count = model.parameter_counts()
     speeds = [r['tokens_per_s'] for r in metrics.read(path) if r['event'] == 'train']
-    return {'run': path, 'wpe': model.config.wpe, 'extension': study.extension(found), 'seed': found.state['config']['seed'],
+    return {'run': path, 'wpe': model.config.wpe, 'extension': runset.extension(found), 'seed': found.state['config']['seed'],
             'block_size': model.config.block_size, 'step': found.step, 'params': count['total'], 'wpe_params': count['wpe'], **answers,
             'dtype': dtype, 'tokens_per_s': statistics.median(speeds) if speeds else None}, windows, seconds
 
@@ -159,11 +99,11 @@ def main(argv=None):
         return study.EXIT_STOPPED
     warnings = [f'{cell["run"]} failed ({study.exit_text(cell["exit"])}) and takes no part' for cell in failed]
     warnings += [f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}'
-                 for name, values in differences(runs.values()).items()]
+                 for name, values in runset.differences(runs.values()).items()]
     for line in warnings:
         print(f'warning: {line}', file=sys.stderr)
-    data = open_data(runs)
-    length = config.length or min(map(study.trained_length, runs.values()))
+    data = runset.open_data(runs)
+    length = config.length or min(map(runset.trained_length, runs.values()))
     data.check_length(length)
     for path, found in runs.items():
         if found.state['config']['wpe'] == 'learned' and length > found.state['config']['block_size']:
@@ -173,12 +113,12 @@ def main(argv=None):
         row, windows[path], took = evaluate_run(path, found, data, length, config, device_name)
         rows.append(row)
         seconds.update(took)
-    name_and_tell_apart(rows, failed, runs)
+    runset.name_and_tell_apart(rows, failed, runs)
     schemes = summarise(rows, windows)
     machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}
-    found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': next(iter(runs.values())).state['config']['dataset'], 'length': length,
-             'reference': next(scheme['scheme'] for scheme in schemes if scheme['difference'] is None), 'runs': rows, 'schemes': schemes,
-             'failed': failed, 'warnings': warnings, 'protocols': protocols.describe(length, config)}
+    found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': next(iter(runs.values())).state['config']['dataset'],
+             'length': length, 'reference': next(scheme['scheme'] for scheme in schemes if scheme['difference'] is None), 'runs': rows,
+             'schemes': schemes, 'failed': failed, 'warnings': warnings, 'protocols': protocols.describe(length, config)}
     print(report.text(found))
     print(f'\nscored {len(rows)} runs in {seconds.total():.0f} s: ' + ', '.join(f'{name} {took:.0f}' for name, took in seconds.items()))
     report.write(found, config.to)

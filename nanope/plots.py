@@ -97,7 +97,7 @@ def draw_loss_curves(axes, groups, look):
     label_ends(axes, ends)
 
 
-def draw_by_length(axes, schemes, look, protocol, value, base):
+def draw_by_length(axes, schemes, look, protocol, value, base, bars=True):
     """A protocol's value over tokens of context: mean over seeds with its 95 % interval, or a single run with its standard error.
 
     schemes: as in report.json. base: the trained length, a dotted line."""
@@ -110,7 +110,9 @@ def draw_by_length(axes, schemes, look, protocol, value, base):
             points += [(x, mean, (interval[1] - interval[0]) / 2 if interval else stderr or 0)] if mean is not None else []
         if points:
             x, y, error = zip(*points)
-            axes.errorbar(x, y, yerr=error, **style, marker='o', markersize=3.5, linewidth=1.4, elinewidth=0.9)
+            axes.plot(x, y, **style, marker='o', markersize=3.5, linewidth=1.4)
+            if bars:
+                axes.errorbar(x, y, yerr=error, fmt='none', ecolor=style['color'], alpha=0.4, elinewidth=1.2)
             ends.append((x[-1], y[-1], scheme['scheme'], style))
             drawn += points
     axes.set_xscale('log', base=2)
@@ -152,37 +154,35 @@ def loss_curves(runs, path):
 
 def panels(report):
     """{name: function that draws it into axes} of what a report has to show. report: as in report.json."""
-    schemes, base = report['schemes'], report['length']
-    look = styles([scheme['wpe'] for scheme in schemes])
+    look = list(zip(report['schemes'], styles([scheme['wpe'] for scheme in report['schemes']])))
+    plain = [(scheme, style) for scheme, style in look if not scheme['extension']] or look
+    extended = [(scheme, style) for scheme, style in look if scheme['extension']]
+    seeds = '95 % over seeds' if all(scheme['n_seeds'] > 1 for scheme, _ in look) else '95 % over seeds; of one seed, standard error'
+    found = {}
 
-    def by_length(protocol, value, heading, note):
-        def draw(axes):
-            draw_by_length(axes, schemes, look, protocol, value, base)
+    def add(name, which, draw, heading, note, *args):
+        def panel(axes):
+            draw(axes, *zip(*which), *args)
             title(axes, heading, note)
-        return draw
+        found[name] = panel
 
-    def curves(axes):
-        draw_loss_curves(axes, {scheme['scheme']: scheme['runs'] for scheme in schemes if not scheme['extension']},
-                         [style for scheme, style in zip(schemes, look) if not scheme['extension']])
-
-    def differences(axes):
-        draw_differences(axes, schemes, look)
-        title(axes, f'Validation loss less that of {report["reference"]}', 'paired by seed; diamond: mean, line: 95 % interval, dots: seeds')
-
-    bars = '95 % over seeds' if all(scheme['n_seeds'] > 1 for scheme in schemes) else '95 % over seeds; of one seed, standard error'
-    found = {'curves': curves,
-             'position': by_length('position', 'loss', 'Loss by position', 'nats a token; dotted: trained length'),
-             'context': by_length('context', 'loss', 'Same targets, longer context', f'nats a token; bars: {bars}'),
-             'differences': differences,
-             'retrieval': by_length('retrieval', 'accuracy', 'Key-value retrieval', 'share answered rightly; dotted: chance'),
-             'induction': by_length('induction', 'score', 'Induction', 'nats gained from having seen the sequence')}
-    return {name: draw for name, draw in found.items()
-            if name in ('curves', 'position') or (len(schemes) > 1 if name == 'differences' else schemes[0][name])}
+    found['curves'] = lambda axes: draw_loss_curves(axes, {scheme['scheme']: scheme['runs'] for scheme, _ in plain}, [style for _, style in plain])
+    add('position', plain, draw_by_length, 'Loss by position', 'nats a token; dotted: trained length', 'position', 'loss', report['length'], False)
+    if look[0][0]['context']:
+        for name, which, heading in (('context', plain, 'Same targets, other contexts'), ('extended', extended, 'The same, context extended')):
+            if which:
+                add(name, which, draw_by_length, heading, f'nats a token; bars: {seeds}', 'context', 'loss', report['length'])
+    if len(look) > 1:
+        add('differences', look, draw_differences, f'Validation loss minus {report["reference"]}', 'paired by seed; line: 95 % interval, dots: seeds')
+    if look[0][0]['retrieval']:
+        add('retrieval', plain, draw_by_length, 'Key-value retrieval', 'share answered rightly; dotted: chance', 'retrieval', 'accuracy', report['length'])
+        add('induction', plain, draw_by_length, 'Induction', 'nats gained from having seen the sequence', 'induction', 'score', report['length'])
+    return found
 
 
 def comparison(report, path):
-    """The first panels of a report side by side into a PNG."""
-    found = list(panels(report).values())[:3]
+    """The panels on loss side by side into a PNG."""
+    found = [draw for name, draw in panels(report).items() if name in ('curves', 'position', 'context', 'extended')]
     fig, axes = figure(len(found))
     for draw, each in zip(found, axes):
         draw(each)

@@ -20,10 +20,11 @@ def key_value_rows(file, n, trials, seeds):
     does not look a key up is right in 1 of PAIRS cases, whatever else it knows."""
     filler = n - PAIRS * (KEY + 1) - KEY
     tokens, counts = np.unique(file.rows([0], min(file.tokens, 10**6)).numpy(), return_counts=True)
-    if filler < 0 or len(tokens) < PAIRS:
+    if filler < 0 or len(tokens) < PAIRS or file.tokens < n:
         return None
     random = np.random.default_rng([*seeds, n])
-    keys = file.rows(random.integers(0, file.tokens - KEY + 1, trials * PAIRS), KEY).view(trials, PAIRS, KEY)
+    starts = [random.choice(file.tokens - KEY + 1, PAIRS, replace=False) for _ in range(trials)]
+    keys = file.rows(np.concatenate(starts), KEY).view(trials, PAIRS, KEY)
     values = np.stack([random.choice(tokens, PAIRS, replace=False, p=counts / counts.sum()) for _ in range(trials)])
     values, right = torch.from_numpy(values), torch.from_numpy(random.integers(0, PAIRS, trials))
     text = file.rows(random.integers(0, file.tokens - filler + 1, trials), filler)

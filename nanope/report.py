@@ -2,6 +2,7 @@
 import html
 import io
 import os
+import re
 import shlex
 import textwrap
 
@@ -73,9 +74,11 @@ def schemes_table(report):
 
 
 def lengths_table(report, heading, note, protocol, name, form, scale=1):
-    """A row a scheme, a column a context length."""
-    rows = [('scheme', *(f'{part["length"]:,}' for part in report['schemes'][0][protocol]))]
-    rows += [(scheme['scheme'], *(of(part, name, form, scale) for part in scheme[protocol])) for scheme in report['schemes']]
+    """A row a scheme, a column a context length; of changes, none where they are zero by definition."""
+    def columns(scheme):
+        return [part for part in scheme[protocol] if name != 'change' or part['length'] != report['length']]
+    rows = [('scheme', *(f'{part["length"]:,}' for part in columns(report['schemes'][0])))]
+    rows += [(scheme['scheme'], *(of(part, name, form, scale) for part in columns(scheme))) for scheme in report['schemes']]
     return heading, note, rows, (0,)
 
 
@@ -113,13 +116,13 @@ def findings(report):
     plain = [scheme for scheme in report['schemes'] if not scheme['extension']] or report['schemes']
     best = min(plain, key=lambda scheme: scheme['val_loss_mean'])
     found = [f'Lowest validation loss at {report["length"]} tokens: {best["scheme"]}, {of(best, "val_loss", ".4f")} nats a token.']
-    words = {}
+    words = {'better': [], 'worse': []}
     for scheme in plain:
         if scheme['difference']:
             mean = cell(scheme['difference']['mean'], '+.4f')
             words.setdefault(verdict(scheme['difference']), []).append(f'{scheme["scheme"]} ({mean})')
-    if words:
-        found.append(f'Against {report["reference"]}: ' + '; '.join(f'{word}: {", ".join(each)}' for word, each in words.items()) + '.')
+    if any(words.values()):
+        found.append(f'Against {report["reference"]}: ' + '; '.join(f'{word}: {", ".join(each)}' for word, each in words.items() if each) + '.')
     further = [n for n, part in enumerate(plain[0]['context']) if part['length'] > 1.9 * report['length']][:1]
     for n in further:
         parts = [(scheme['scheme'], scheme['context'][n]['change_mean']) for scheme in plain]
@@ -139,15 +142,20 @@ def svg(draw):
     return file.getvalue()[file.getvalue().index('<svg'):]
 
 
+def escaped(text):
+    """Text for HTML, its minus signs as such."""
+    return html.escape(re.sub(r'(?<![\w.-])-(?=\d|$)', '−', text))
+
+
 def html_table(heading, note, rows, words):
     def line(row, tag):
         cells = []
         for i, each in enumerate(row):
             kind = 'word' if i in words else each if each in ('better', 'worse') else ''
-            cells.append(f'<{tag} class="{kind}">{html.escape(each)}</{tag}>')
+            cells.append(f'<{tag} class="{kind}">{escaped(each)}</{tag}>')
         return '<tr>' + ''.join(cells) + '</tr>'
     body = '\n'.join(line(row, 'td') for row in rows[1:])
-    return (f'<h2>{html.escape(heading)}</h2>\n<p class="soft">{html.escape(note)}</p>\n<div class="scroll"><table>'
+    return (f'<h2>{html.escape(heading)}</h2>\n<p class="soft">{escaped(note)}</p>\n<div class="scroll"><table>'
             f'<thead>{line(rows[0], "th")}</thead>\n<tbody>{body}</tbody></table></div>')
 
 
@@ -156,17 +164,19 @@ def page(report):
     runs, *others = [html_table(*table) for table in tables(report)]
     figures = '\n'.join(f'<figure>{svg(draw)}</figure>' for draw in plots.panels(report).values())
     warnings = ''.join(f'<p class="warning">{html.escape(line)}</p>' for line in report['warnings'])
-    points = ''.join(f'<li>{html.escape(sentence)}</li>' for sentence in findings(report))
-    protocols = ''.join(f'<dt>{html.escape(name)}</dt><dd>{html.escape(about)}</dd>' for name, about in report['protocols'].items())
+    points = ''.join(f'<li>{escaped(sentence)}</li>' for sentence in findings(report))
+    protocols = ''.join(f'<dt>{html.escape(name)}</dt><dd>{escaped(about)}</dd>' for name, about in report['protocols'].items())
     machine = ', '.join(f'{key} {value}' for key, value in report['machine'].items())
-    schemes = ', '.join(scheme['scheme'] for scheme in report['schemes'])
+    plain = ', '.join(scheme['scheme'] for scheme in report['schemes'] if not scheme['extension'])
+    extended = sum(scheme['extension'] is not None for scheme in report['schemes'])
+    about = f'{plain or "no plain run"}' + (f' and {extended} of extended context' if extended else '')
     with open(STYLE, encoding='utf-8') as file:
         style = file.read()
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Position schemes compared</title><style>{style}</style></head><body>
 <h1>Position schemes compared</h1>
-<p class="soft">{html.escape(schemes)}; {len(report['runs'])} runs trained on {html.escape(report['dataset'])}, scored at {report['length']} tokens.</p>
+<p class="soft">{html.escape(about)}: {len(report['runs'])} runs, trained on {html.escape(report['dataset'])}, scored at {report['length']} tokens.</p>
 <ul class="findings">{points}</ul>
 {warnings}
 <div class="figures">{figures}</div>

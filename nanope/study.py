@@ -8,6 +8,7 @@ A cell is one process of train.py or extend.py. Whether a run is finished is rea
 when a study was killed; a cell that is neither finished nor failed for good goes on where its last checkpoint stands.
 """
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from nanope.plots import run_names
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EXIT_STOPPED = 75
+OURS = 'wpe', 'seed', 'out_dir', 'init_from'  # set for each cell
 EXTENSIONS = {'learned': ('lowrank', 'hold', 'tile', 'interpolate', 'random'), 'sinusoidal': ('recompute', 'interpolate'),
               'rope': ('yarn', 'linear', 'ntk', 'dynamic', 'llama3', 'none'), 'none': ('none',), 'alibi': ('none',)}  # as in extend.py
 
@@ -33,22 +35,22 @@ class Stopped(Exception):
 def run_script(name, args, log):
     """python NAME.py ARGS as a child, its output appended to a file, its errors and progress shown. Returns its exit code.
 
-    A SIGINT or SIGTERM to us goes to the child, which saves and stops; then Stopped is raised. The child has a session of its own: Ctrl-C
-    in a terminal reaches every process in the foreground, and train.py takes a second signal for impatience."""
+    SIGINT and SIGTERM go on to the child, which saves and stops; then Stopped is raised. The child has a session of its own, since Ctrl-C
+    reaches every process in the foreground of a terminal, and train.py takes a second signal for impatience."""
     caught = []
+
+    def pass_on(number, frame):
+        caught.append(number)
+        child.send_signal(number)
+
     with open(log, 'a', encoding='utf-8') as output:
         child = subprocess.Popen([sys.executable, os.path.join(ROOT, f'{name}.py'), *args], stdout=output, start_new_session=True)
-
-        def pass_on(number, frame):
-            caught.append(number)
-            child.send_signal(number)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            code = child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if caught or code == EXIT_STOPPED:
         raise Stopped
     return code
@@ -60,8 +62,12 @@ def settings_of(files, flags):
     settings = {name: value for path in files for _, name, (value,) in read_file(path, {}, problems)}
     if problems:
         raise ValueError('\n'.join(problems))
-    settings |= dict(flag.removeprefix('--').partition('=')[::2] for flag in flags)
-    return {name: str(value) for name, value in settings.items() if name not in ('wpe', 'seed', 'out_dir', 'init_from')}
+    for flag in flags:
+        name, equals, value = flag.removeprefix('--').partition('=')
+        if name in OURS or not flag.startswith('--') or not equals:
+            raise ValueError(f'--train: {flag}: ' + (f'{name} is set by compare.py' if name in OURS else 'settings are written --name=value'))
+        settings[name] = value
+    return {name: str(value) for name, value in settings.items() if name not in OURS}
 
 
 def open_ledger(to, settings):
@@ -77,7 +83,7 @@ def open_ledger(to, settings):
 
 
 def run_cell(to, ledger, cell, script, args, **facts):
-    """Run a cell and keep the ledger, on the disk, up to date. Returns its entry."""
+    """Run a cell and keep its entry in the ledger, on the disk, up to date."""
     entry = ledger['cells'][cell] = {'state': 'stopped', 'exit': None, 'seconds': None, **facts}
     started = time.perf_counter()
     write_json(os.path.join(to, 'ledger.json'), ledger)           # as it stays if we are killed
@@ -87,9 +93,7 @@ def run_cell(to, ledger, cell, script, args, **facts):
     finally:
         entry['seconds'] = round(time.perf_counter() - started, 1)
         write_json(os.path.join(to, 'ledger.json'), ledger)
-    outcome = 'done' if entry['state'] == 'done' else f'failed: {exit_text(entry["exit"])}'
-    print(f'{cell}: {outcome} after {entry["seconds"]:,.0f} s', flush=True)
-    return entry
+    print(f'{cell}: ' + (f'failed, {exit_text(entry["exit"])},' if entry['exit'] else 'done'), f'after {entry["seconds"]:,.0f} s', flush=True)
 
 
 def exit_text(code):
@@ -112,11 +116,11 @@ def finished(run):
 
 
 def wait_for(run):
-    """A study that was killed with SIGKILL leaves its child behind, which goes on: let it finish what it does."""
+    """A study that was killed with SIGKILL leaves its child behind, which goes on: let it finish."""
     try:
         lock_folder(run, 'trained').release()
-    except ValueError:
-        print(f'{run} is still being trained by a process that an earlier comparison left behind: waiting for it', flush=True)
+    except ValueError as error:
+        print(f'{error}; waiting for it', flush=True)
         lock_folder(run, 'trained', wait=True).release()
 
 
@@ -130,14 +134,17 @@ def train_missing(to, files, wpes, seeds, flags):
         cell = f'{wpe}_{seed}'
         run = os.path.join(to, 'runs', cell)
         wait_for(run)
-        entry = {'exit': 0}
-        if not finished(run):
+        if finished(run):
+            ledger['cells'].setdefault(cell, {'seconds': None}).update(state='done', exit=0)
+        else:
             args = [*files, *flags, f'--wpe={wpe}', f'--seed={seed}', f'--out_dir={run}', '--init_from=auto']
-            entry = run_cell(to, ledger, cell, 'train', args)
-        if entry['exit']:
-            failed.append({'run': run, 'wpe': wpe, 'extension': None, 'seed': seed, 'exit': entry['exit']})
+            run_cell(to, ledger, cell, 'train', args)
+        code = ledger['cells'][cell]['exit']
+        if code:
+            failed.append({'run': run, 'wpe': wpe, 'extension': None, 'seed': seed, 'exit': code})
         else:
             runs.append(run)
+    write_json(os.path.join(to, 'ledger.json'), ledger)
     return runs, failed
 
 
@@ -148,14 +155,14 @@ def read_methods(text, factor):
     known, methods = dict.fromkeys(name for names in EXTENSIONS.values() for name in names), []
     for part in filter(None, text.split(',')):
         name, _, times = part.strip().partition(':')
-        if name not in known:
-            raise ValueError(f'--extend={text}: {name!r} is no method of extend.py; it has {", ".join(known)}')
         try:
             methods.append((name, float(times or factor)))
         except ValueError:
             raise ValueError(f'--extend={text}: {times!r} is no number; write method or method:factor, as in lowrank:4') from None
-        if not methods[-1][1] > 1:
-            raise ValueError(f'--extend={text}: {name} to {methods[-1][1]:g} times the trained length is no extension')
+        if name not in known:
+            raise ValueError(f'--extend={text}: {name!r} is no method of extend.py; it has {", ".join(known)}')
+        if not 1 < methods[-1][1] < math.inf:
+            raise ValueError(f'--extend={text}: {methods[-1][1]:g} times the trained length is no extension')
     return methods
 
 
@@ -178,29 +185,10 @@ def extend_missing(to, runs, methods):
             if not (checkpoint.steps(target) and entry.get('source') == source and entry['state'] == 'done'):
                 shutil.rmtree(target, ignore_errors=True)
                 args = [run, f'--block_size={n}', f'--method={method}', f'--out_dir={target}', f'--step={found.step}']
-                entry = run_cell(to, ledger, cell, 'extend', args, source=source)
-            if entry['exit']:
-                failed.append({'run': target, 'wpe': settings['wpe'], 'extension': f'{method} ×{factor:g}', 'seed': settings['seed'],
-                               'exit': entry['exit']})
+                run_cell(to, ledger, cell, 'extend', args, source=source)
+            code, extension = ledger['cells'][cell]['exit'], f'{method} ×{n / settings["block_size"]:g}'
+            if code:
+                failed.append({'run': target, 'wpe': settings['wpe'], 'extension': extension, 'seed': settings['seed'], 'exit': code})
             else:
                 made.append(target)
     return made, failed
-
-
-def extension(found):
-    """How a run's context was extended, as in 'yarn ×2', whether it was fine-tuned since, or None."""
-    extended, origin = found.state.get('extended'), found.state.get('origin')
-    if extended:
-        return f'{extended["method"]} ×{found.state["config"]["block_size"] / extended["trained"]:g}'
-    if origin:
-        try:
-            before = extension(checkpoint.load(origin['run'], origin['step']))
-        except ValueError:                                        # it is not there any more
-            before = None
-        return ', '.join(filter(None, (before, 'tuned')))
-    return None
-
-
-def trained_length(found):
-    """Tokens of context that a run was trained at, before any extension."""
-    return int(found.state['extended']['trained']) if 'extended' in found.state else found.state['config']['block_size']

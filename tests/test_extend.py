@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import warnings
 from dataclasses import asdict, fields
 
@@ -23,11 +24,13 @@ SCALINGS = ('yarn', 'linear', 'ntk', 'dynamic', 'llama3')
 
 
 @pytest.fixture(scope='module')
-def place(prepared):
+def place(prepared, tmp_path_factory):
     """A folder with a run of every scheme: out/<scheme>, 8 tokens of context, after 6 updates."""
+    place = tmp_path_factory.mktemp('extend')
+    shutil.copytree(prepared / 'data', place / 'data')
     for wpe in SCHEMES:
-        assert train(prepared, wpe=wpe, out_dir=f'out/{wpe}').code == 0
-    return prepared
+        assert train(place, wpe=wpe, out_dir=f'out/{wpe}').code == 0
+    return place
 
 
 def extend(place, *args):
@@ -215,8 +218,8 @@ def chain(place, extended, name, *steps):
     return [*printed, new]
 
 
-@pytest.mark.parametrize('first, then', [('yarn', 'yarn'), ('yarn', 'auto'), ('linear', 'auto'), ('dynamic', 'dynamic'), ('none', 'yarn'),
-                                         ('linear', 'llama3'), ('dynamic', 'ntk')])
+@pytest.mark.parametrize('first, then', [('yarn', 'yarn'), ('yarn', 'auto'), ('linear', 'auto'), ('dynamic', 'dynamic'),
+                                         ('none', 'yarn'), ('linear', 'llama3'), ('dynamic', 'ntk')])
 @torch.no_grad()
 def test_a_rope_extended_again_is_scaled_from_where_it_was_trained(place, extended, first, then):
     *_, twice = chain(place, extended, 'rope', (16, first), (32, then))
@@ -246,12 +249,21 @@ def test_a_learned_table_extended_again_says_what_was_never_trained(place, exten
     assert 'warning' not in cropped + again
 
 
-def test_a_rope_that_was_trained_after_plain_extension_counts_as_trained(place):
-    assert extend(place, 'out/rope', '--block_size=16', '--method=none', '--out_dir=out/rope_16').code == 0
-    assert train(place, wpe='rope', out_dir='out/rope_16_tuned', init_from='out/rope_16', max_iters=2).code == 0
-    assert extend(place, 'out/rope_16_tuned', '--block_size=32', '--out_dir=out/rope_32').code == 0
-    found = settings(checkpoint.load(place / 'out/rope_32'))
-    assert (found['rope_scaling'], found['rope_trained'], found['rope_factor']) == ('yarn', 16, 2.0)
+def test_what_was_trained_since_counts_as_trained(place):
+    def tuned(wpe, first, then):
+        name = f'out/tuned_{wpe}_{first}'
+        assert extend(place, f'out/{wpe}', '--block_size=16', f'--method={first}', f'--out_dir={name}').code == 0
+        assert train(place, wpe=wpe, out_dir=f'{name}_tuned', init_from=name, max_iters=2).code == 0
+        done = extend(place, f'{name}_tuned', '--block_size=32', f'--method={then}', f'--out_dir={name}_32')
+        assert done.code == 0 and 'warning' not in done.text
+        return settings(checkpoint.load(place / f'{name}_32'))
+    found = tuned('rope', 'none', 'yarn')
+    assert (found['rope_trained'], found['rope_factor']) == (16, 2.0)
+    found = tuned('rope', 'linear', 'linear')                     # at angles that the first 8 positions had
+    assert (found['rope_trained'], found['rope_factor']) == (8, 4.0)
+    assert tuned('sinusoidal', 'recompute', 'interpolate')['sinusoidal_factor'] == 2.0
+    assert tuned('sinusoidal', 'interpolate', 'interpolate')['sinusoidal_factor'] == 4.0
+    tuned('learned', 'hold', 'tile')
 
 
 # ---- the new folder --------------------------------------------------------------------------------------------------
@@ -300,7 +312,8 @@ def test_a_named_step_and_the_name_of_the_new_folder(place):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('args, says', [
-    ([], ['block_size=0', '--block_size=N']), (['--block_size=9'], ['one run folder', 'out/RUN']), (['out/rope', 'out/none', '--block_size=9'], ['one run folder']),
+    ([], ['block_size=0', '--block_size=N']), (['--block_size=9'], ['one run folder', 'out/RUN']),
+    (['out/rope', 'out/none', '--block_size=9'], ['one run folder']),
     (['out/rope'], ['block_size=0', 'new length']), (['out/rope', '--block_size=-3'], ['block_size=-3']),
     (['out/rope', '--block_size=8'], ['block_size=8', 'out/rope', 'already']), (['out/nowhere', '--block_size=9'], ['out/nowhere']),
     (['out/learned', '--block_size=9', '--method=yarn'], ['yarn', 'wpe=learned', 'lowrank', 'hold', 'tile', 'interpolate', 'random']),
@@ -413,7 +426,8 @@ def test_no_table_makes_it_stumble(fit):
     random = np.random.default_rng(2)
     tables = {'zeros': np.zeros((64, 16)), 'constant': np.ones((64, 16)), 'line': np.linspace(-1, 1, 64)[:, None] * np.ones(16),
               'steep': np.exp(np.linspace(0, 9, 64))[:, None] * random.normal(size=16), 'noise': random.normal(size=(64, 16)),
-              'narrow': random.normal(size=(64, 1)), 'short': random.normal(size=(5, 16)), 'alike': random.normal(size=(2, 16))[[0] + [1] * 63]}
+              'narrow': random.normal(size=(64, 1)), 'short': random.normal(size=(5, 16)),
+              'alike': random.normal(size=(2, 16))[[0] + [1] * 63]}
     for name, table in tables.items():
         for m in (1, 5, 200):
             with warnings.catch_warnings():

@@ -141,7 +141,8 @@ def test_yarn_sharpens_attention_once(scaling, multiplier, length, monkeypatch):
 @pytest.mark.parametrize('wrong, says', [
     (dict(rope_scaling='Yarn'), ('rope_scaling=Yarn', 'none, linear, ntk, dynamic, yarn, llama3')),
     (dict(rope_factor=0.5), ('rope_factor=0.5', 'at least 1')), (dict(rope_factor=math.nan), ('rope_factor=nan', 'at least 1')),
-    (dict(rope_factor=math.inf, rope_scaling='yarn'), ('rope_factor=inf',)), (dict(sinusoidal_factor=0.5), ('sinusoidal_factor=0.5', 'at least 1')),
+    (dict(rope_factor=math.inf, rope_scaling='yarn'), ('rope_factor=inf',)),
+    (dict(sinusoidal_factor=0.5), ('sinusoidal_factor=0.5', 'at least 1')),
     (dict(rope_trained=0), ('rope_trained=0', 'at least 1')), (dict(rope_trained=-5), ('rope_trained=-5', 'at least 1')),
     (dict(yarn_attention=0.0), ('yarn_attention=0.0', 'above 0')), (dict(yarn_beta_slow=0.0), ('yarn_beta_slow=0.0', 'above 0')),
     (dict(yarn_beta_slow=32.0), ('yarn_beta_slow=32.0', 'below yarn_beta_fast=32.0')),

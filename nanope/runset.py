@@ -1,0 +1,81 @@
+"""A set of runs to compare: which they are, whether they can be compared, and what tells them apart."""
+import os
+
+from nanope import checkpoint
+from nanope.loader import Data
+from nanope.plots import run_names
+
+# Settings that a fair comparison may differ in: the scheme, the seed, and what does not change the course of training.
+MAY_DIFFER = {'wpe', 'seed', 'dataset', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',
+              'eval_batch_size', 'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'compile',
+              'threads'}
+EXTENDED = {'block_size', 'sinusoidal_factor', 'rope_scaling', 'rope_factor', 'rope_trained'}  # what extend.py changes
+
+
+def find_runs(paths, to, step):
+    """{run folder: its Checkpoint}, in the order given. Raises ValueError where one cannot be read or two cannot be compared."""
+    paths = [path for path in paths if os.path.realpath(path) != os.path.realpath(to)]  # as in: python compare.py out/*
+    if not paths:
+        raise ValueError('no run to compare: python compare.py out/a out/b ...')
+    seen = {}
+    for path in paths:
+        if seen.setdefault(os.path.realpath(path), path) is not path:
+            raise ValueError(f'{path} is given twice')
+    runs = {path: checkpoint.load(path, step) for path in paths}
+    digests = {}
+    for path, found in runs.items():
+        digests.setdefault(found.state['data_digest'], path)
+    if len(digests) > 1:
+        raise ValueError(f'runs trained on different data cannot be compared: {" and ".join(digests.values())}')
+    return runs
+
+
+def open_data(runs):
+    """The data that the runs were trained on. Raises ValueError where the folder holds other data by now."""
+    path, found = next(iter(runs.items()))
+    folder = os.path.join('data', found.state['config']['dataset'])
+    data = Data(folder)
+    if data.digest != found.state['data_digest']:
+        raise ValueError(f'{folder} is not the data that {path} was trained on (its digest differs): prepare it again')
+    return data
+
+
+# ---- what they are --------------------------------------------------------------------------------------------------------------------
+
+def extension(found):
+    """How a run's context was extended, as in 'yarn ×2', whether it was fine-tuned since, or None."""
+    extended, origin = found.state.get('extended'), found.state.get('origin')
+    if extended:
+        return f'{extended["method"]} ×{found.state["config"]["block_size"] / extended["trained"]:g}'
+    if origin:
+        try:
+            before = extension(checkpoint.load(origin['run'], origin['step']))
+        except ValueError:                                        # it is not there any more
+            before = None
+        return ', '.join(filter(None, (before, 'tuned')))
+    return None
+
+
+def trained_length(found):
+    """Tokens of context that a run was trained at, before any extension."""
+    return int(found.state['extended']['trained']) if 'extended' in found.state else found.state['config']['block_size']
+
+
+def differences(checkpoints):
+    """What besides the scheme, the seed and an extension differs between runs: {name: [value of each run]}."""
+    may_differ = MAY_DIFFER | (EXTENDED if any('extended' in found.state for found in checkpoints) else set())
+    facts = [{**found.state['config'], 'step': found.step, 'dtype': found.environment['dtype']} for found in checkpoints]
+    names = [name for name in facts[0] if name not in may_differ and all(name in fact for fact in facts)]  # versions may add names
+    values = {name: [fact[name] for fact in facts] for name in names}
+    return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+
+
+def name_and_tell_apart(rows, failed, runs):
+    """Give rows of report.json their 'name', and as 'settings' what tells them from others of the same scheme and extension."""
+    everything = rows + failed
+    for row, name in zip(everything, run_names([row['run'] for row in everything])):
+        row['name'] = name
+    for row in rows:
+        like = [other['run'] for other in rows if (other['wpe'], other['extension']) == (row['wpe'], row['extension'])]
+        values = differences([runs[path] for path in like])
+        row['settings'] = {name: each[like.index(row['run'])] for name, each in values.items()}
