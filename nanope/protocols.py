@@ -75,14 +75,12 @@ def by_position(losses, beyond, base):
 
 def sliding(losses_of, file, base, stride, max_tokens, end_to_end):
     """Loss in windows of base tokens every `stride`, which count what the one before left: {'stride', 'loss', 'stderr', 'tokens', 'change',
-    'change_stderr'}. change: against windows end to end, on the same targets. end_to_end: their losses by target (tokens,), or nan."""
+    'change_stderr'}. change: against windows end to end, on the same targets; None unless all were scored. end_to_end: loss by target."""
     starts, first = windows(file.tokens, base, max_tokens, stride)
-    losses = losses_of(file.rows(starts, base + 1))
-    counted = np.arange(base) >= first[:, None]
-    loss, stderr = mean_and_stderr((losses * counted).sum(axis=1), counted.sum(axis=1))
-    differences = np.where(counted, losses - end_to_end[starts[:, None] + 1 + np.arange(base)], np.nan)
-    both = np.isfinite(differences).sum(axis=1)                   # fewer where not every token was scored end to end
-    change, error = mean_and_stderr(np.nansum(differences, axis=1)[both > 0], both[both > 0]) if both.any() else (math.nan, math.nan)
+    losses, counted = losses_of(file.rows(starts, base + 1)), np.arange(base) >= first[:, None]
+    differences = losses - end_to_end[starts[:, None] + 1 + np.arange(base)]
+    (loss, stderr), (change, error) = (mean_and_stderr(np.where(counted, values, 0).sum(axis=1), counted.sum(axis=1))
+                                       for values in (losses, differences))
     return {'stride': stride, 'loss': loss, 'stderr': finite(stderr), 'tokens': int(counted.sum()), 'change': finite(change),
             'change_stderr': finite(error)}
 

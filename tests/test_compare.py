@@ -1,11 +1,15 @@
-"""compare.py: its numbers against a computation of their own, what it refuses, and that its picture can be read."""
+"""compare.py on given runs: its numbers against a computation of their own, what it refuses, and that its pictures can be read.
+
+See test_protocols.py for what it asks, test_statistics.py for intervals, test_study.py for the runs it trains itself."""
 import contextlib
 import hashlib
 import io
 import json
 import math
+import re
 import shutil
 from collections import namedtuple
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -18,8 +22,9 @@ from safetensors.torch import load_file
 
 import compare as script
 from model import GPT, GPTConfig
-from nanope import plots
+from nanope import plots, report as report_module
 from nanope.configurator import run
+from nanope.files import write_json
 from runs import train
 
 Done = namedtuple('Done', 'code out err')
@@ -46,8 +51,11 @@ def copy(trained, tmp_path):
 @pytest.fixture(autouse=True)
 def picture(request, monkeypatch):
     """Pictures take longer than all else: none is drawn for a test that does not look at it."""
+    def write(found, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / 'report.json', found)
     if 'figures' not in request.fixturenames:
-        monkeypatch.setattr(plots, 'comparison', lambda *args: None)
+        monkeypatch.setattr(report_module, 'write', lambda found, folder: write(found, Path(folder)))
 
 
 def compare(folder, *args):
@@ -77,7 +85,7 @@ def records(folder, out_dir, event):
 
 @torch.no_grad()
 def score(folder, out_dir):
-    """Every validation token but the first, one window at a time, in float64: (loss, stderr, bits a byte, loss by position)."""
+    """Every validation token but the first, one window at a time, in float64: (loss, stderr, bits a byte, losses at each position)."""
     state = json.loads((folder / out_dir / 'ckpt/step_00000006/state.json').read_text())
     model = GPT(GPTConfig(**{key: value for key, value in state['config'].items() if key in GPTConfig.__dataclass_fields__}))
     model.load_state_dict(load_file(folder / out_dir / 'ckpt/step_00000006/model.safetensors'), strict=False)
@@ -96,7 +104,7 @@ def score(folder, out_dir):
     deviations = [sum(row) - total / n * len(row) for row in windows]
     stderr = math.sqrt(len(windows) / (len(windows) - 1) * sum(d ** 2 for d in deviations)) / n
     n_bytes = sum(len(chars[id].encode()) for id in targets if id < len(chars))
-    return total / n, stderr, total / math.log(2) / n_bytes, [np.mean([x for x in at if x is not None]) for at in zip(*losses)]
+    return total / n, stderr, total / math.log(2) / n_bytes, [[x for x in at if x is not None] for at in zip(*losses)]
 
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
@@ -107,8 +115,10 @@ def test_the_report_equals_a_computation_of_its_own(trained):
     for row in rows:
         loss, stderr, bits, position = score(trained, row['run'])
         assert [row[key] for key in ('val_loss', 'val_stderr', 'bits_per_byte')] == pytest.approx([loss, stderr, bits], abs=2e-6)
-        assert [part['loss'] for part in row['position']] == pytest.approx(position, abs=1e-5)
-        assert [(part['from'], part['to']) for part in row['position']] == [(t, t + 1) for t in range(BLOCK)]
+        within = [(part['from'], part['to'], part['loss']) for part in row['position'][:5]]
+        assert [(low, high) for low, high, _ in within] == [(0, 1), (1, 2), (2, 3), (3, 5), (5, 8)]
+        assert [loss for *_, loss in within] == pytest.approx([np.mean(sum(position[low:high], [])) for low, high, _ in within], abs=1e-5)
+        assert [part['to'] for part in row['position'][5:]] == ([9, 10, 12, 16, 24, 32] if row['wpe'] == 'rope' else [])
         weights = load_file(trained / row['run'] / 'ckpt/step_00000006/model.safetensors')
         assert row['params'] == sum(tensor.numel() for tensor in weights.values())
         assert row['wpe_params'] == sum(tensor.numel() for name, tensor in weights.items() if '.wpe.' in name)
@@ -144,9 +154,10 @@ def test_fewer_tokens_another_step_and_a_single_window(trained):
 
 def test_the_table_lines_up(trained):
     done = compare(trained, 'out/learned', 'out/rope')
-    head, *rows, wrote = done.out.splitlines()
-    assert head.split('  ')[0] == 'run' and len(rows) == 2 and wrote == 'wrote out/compare/report.json and out/compare/compare.png'
-    assert {len(line) for line in (head, *rows)} == {len(head)}
+    title, head, *rows = done.out.splitlines()[:4]
+    assert title == 'RUNS' and head.split('  ')[0] == 'run' and {len(line) for line in (head, *rows)} == {len(head)}
+    assert done.out.splitlines()[-1] == 'wrote out/compare/report.json, out/compare/report.html and out/compare/compare.png'
+    assert 'scored 2 runs in' in done.out and 'retrieval' in done.out
     for name in ('parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'tokens/s'):
         end = head.index(name) + len(name)
         assert all(row[end - 1] != ' ' and row[end:end + 2].strip() == '' for row in rows), name  # numbers end where their head ends
@@ -228,13 +239,17 @@ def end_labels(axes):
 def test_the_picture(copy, figures):
     rows = report(copy, 'out/learned', 'out/rope')
     image = matplotlib.image.imread(copy / 'out/compare/compare.png')
+    page = (copy / 'out/compare/report.html').read_text('utf-8')
+    assert page.count('<svg') == page.count('</svg>') == 6 and not re.search(r'(src|href)="(?!#)|url\((?!#)|@import|<script', page)
+    assert all(f'{row["val_loss"]:.4f}' in page for row in rows) and page.count('<table') == page.count('<tbody') == 6
     assert (copy / 'out/compare/compare.png').read_bytes().startswith(b'\x89PNG\r\n') and image.shape[1] >= 1600
     assert (image[0, 0, :3] == 1).all()                          # white
-    left, right = figures[-1].axes
-    assert all([text.get_text() for text in end_labels(axes)] in (['learned', 'rope'], ['rope', 'learned']) for axes in (left, right))
-    for line, row in zip(right.lines, rows, strict=True):
-        losses = [part['loss'] for part in row['position']]
-        assert line.get_ydata() == pytest.approx([losses[0], losses[1], losses[2], np.mean(losses[3:5]), np.mean(losses[5:])])
+    left, middle, right = figures[0].axes
+    assert all([text.get_text() for text in end_labels(axes)] in (['learned', 'rope'], ['rope', 'learned']) for axes in (left, middle, right))
+    for axes, protocol in ((middle, 'position'), (right, 'context')):
+        for line, row in zip(axes.lines, rows):
+            assert line.get_ydata().tolist() == [part['loss'] for part in row[protocol] if part['loss'] is not None]
+        assert axes.lines[-1].get_xdata() == [BLOCK, BLOCK]      # the trained length
     first = next(line for line in left.lines if line.get_marker() == 'o')
     assert first.get_xydata().tolist() == [[r['step'], r['loss']] for r in records(copy, 'out/learned', 'eval')]
 
@@ -243,10 +258,9 @@ def test_runs_of_the_same_name_stay_apart(copy, figures):
     for name in 'ab':
         shutil.copytree(copy / 'out/rope', copy / f'out/{name}/run')
     done = compare(copy, 'out/a/run', 'out/b/run')
-    assert [line.split()[0] for line in done.out.splitlines()[1:3]] == ['a/run', 'b/run']
-    for axes in figures[-1].axes:
-        assert sorted(text.get_text() for text in end_labels(axes)) == ['a/run', 'b/run']
-    assert len(figures[-1].axes[1].lines) == 2
+    assert [line.split()[0] for line in done.out.splitlines()[2:4]] == ['a/run', 'b/run']
+    for axes in figures[0].axes:                                 # the same seed twice: two schemes, not two seeds of one
+        assert sorted(text.get_text() for text in end_labels(axes)) == ['rope, a/run', 'rope, b/run']
 
 
 def test_names():
@@ -256,23 +270,18 @@ def test_names():
     assert plots.run_names(['out/x']) == ['x'] and plots.run_names([]) == []
 
 
-@pytest.mark.parametrize('n', [1, 2, 3, 4, 7, 8, 128, 1000, 1024])
-def test_buckets_cover_every_position_once(n):
-    ranges = plots.buckets(n)
-    assert [p for low, high in ranges for p in range(low, high + 1)] == list(range(1, n + 1))
-    assert all(high <= 2 * low for low, high in ranges)
-
-
 @pytest.mark.parametrize('runs', [1, 3, 9])
 def test_labels_do_not_overlap(tmp_path, figures, runs):
-    paths, curves = [], []
+    paths, schemes = [], []
     for i in range(runs):                                        # ends that nearly coincide, names that would be formulas
         paths.append(tmp_path / f'a_run_with_a_long_name_of_$x_{i}$')
         paths[-1].mkdir()
         events = [{'event': 'eval', 'step': step, 'loss': 4 - step / 50 + i / 1e3, 'stderr': 0.01} for step in (0, 50, 100)]
         (paths[-1] / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, events)))
-        curves.append([3 - p / 100 + i / 1e3 for p in range(100)])
-    plots.comparison(paths, plots.run_names(paths), curves, tmp_path / 'compare.png')
+        position = [{'from': p, 'to': p + 1, 'loss_mean': 3 - p / 100 + i / 1e3, 'loss_ci95': None, 'loss_stderr': 0.01} for p in range(100)]
+        schemes.append({'scheme': paths[-1].name, 'wpe': 'rope', 'extension': None, 'runs': [paths[-1]], 'n_seeds': 1, 'position': position,
+                        'context': [], 'retrieval': [], 'difference': None})
+    plots.comparison({'schemes': schemes, 'length': 100, 'reference': schemes[0]['scheme']}, tmp_path / 'compare.png')
     FigureCanvasAgg(figures[0]).draw()                           # lays it out
     frame = figures[0].bbox
     for axes in figures[0].axes:

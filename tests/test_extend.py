@@ -452,6 +452,8 @@ def test_the_ways_to_continue_a_series():
     t = np.arange(120)
     wave = np.stack((np.sin(0.2 * t) + 0.3 * np.cos(0.53 * t), np.cos(0.2 * t + 1)), axis=1)
     np.testing.assert_allclose(rows.go_on_sinusoid(wave[:80], 40), wave[80:], atol=1e-6)
+    noise = np.random.default_rng(3).normal(size=(80, 8))         # in which no sinusoid is seen
+    np.testing.assert_allclose(rows.go_on_sinusoid(noise, 40), noise.mean(axis=0).repeat(40).reshape(8, 40).T)
     turning = np.stack((np.sin(0.2 * t), np.cos(0.2 * t)), axis=1)
     np.testing.assert_allclose(rows.go_on_var(turning[:80], 40), turning[80:], atol=1e-3)
     curve = np.stack((1 + t / 80 - (t / 80) ** 3, (t / 80) ** 2), axis=1)

@@ -1,0 +1,402 @@
+"""compare.py with a config: it trains what is missing, extends, survives any stop, and averages no cell that failed."""
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import namedtuple
+from unittest import mock
+
+import pytest
+
+import compare as script
+import extend
+import train
+from nanope import checkpoint, plots, report, study
+from nanope.configurator import run
+from nanope.files import lock_folder
+from runs import ROOT, TINY, start
+
+Done = namedtuple('Done', 'code out err')
+STUDY = ['tiny.py', '--to=out/study', '--device=cpu', '--context_tokens=40', '--trials=2']
+SCHEMES = 'learned,rope,none'
+
+
+@pytest.fixture
+def place(place):
+    """A folder with data/tiny/ and tiny.py, a config for train.py."""
+    (place / 'tiny.py').write_text(''.join(f'{name} = {value!r}\n' for name, value in TINY.items() if name != 'out_dir'))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def quick(request, monkeypatch):
+    """Cells run in this process and no picture is drawn: what is left takes a tenth of the time. Returns the cells as they are run."""
+    cells = []
+
+    def run_script(name, args, log):
+        out_dir = next(arg for arg in args if arg.startswith('--out_dir='))
+        cells.append(os.path.basename(out_dir))
+        main = {'train': train.main, 'extend': extend.main}[name]
+        handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with open(log, 'a') as output, contextlib.redirect_stdout(output), mock.patch.object(plots, 'loss_curves'):
+                run(lambda: main(args))
+        except SystemExit as stop:
+            return stop.code
+        finally:
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+
+    if not request.node.get_closest_marker('slow'):
+        monkeypatch.setattr(study, 'run_script', run_script)
+        if 'pictures' not in request.node.name:
+            monkeypatch.setattr(plots, 'comparison', lambda *args: None)
+            monkeypatch.setattr(report, 'page', lambda found: '')
+    return cells
+
+
+def compare(folder, *args):
+    """python compare.py in a folder, but in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stop:
+        run(lambda: script.main([*STUDY, *args]))
+    return Done(stop.value.code, out.getvalue(), err.getvalue())
+
+
+def read(folder, name='report'):
+    return json.loads((folder / f'out/study/{name}.json').read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+
+
+def without_speed(found):
+    return {**found, 'runs': [{**row, 'tokens_per_s': None} for row in found['runs']]}
+
+
+def refused(done, *words):
+    assert done.code == 2 and done.err.startswith('error: ') and done.err.count('\n') == 1, done
+    assert all(word in done.err for word in words), done.err
+
+
+def failing(cell, code=65):
+    """Patches one cell so that it ends with an exit code, before it has done anything."""
+    work = study.run_script
+    return mock.patch.object(study, 'run_script', lambda name, args, log: code if any(arg.endswith(f'/{cell}') for arg in args) else work(name, args, log))
+
+
+# ---- a whole study --------------------------------------------------------------------------------------------------------------------------
+
+def test_schemes_seeds_and_extensions(place, quick):
+    done = compare(place, f'--wpe={SCHEMES}', '--seeds=2', '--extend=yarn,hold:4')
+    assert done.code == 0 and quick == ['learned_1', 'rope_1', 'none_1', 'learned_2', 'rope_2', 'none_2', 'learned_1_hold_32', 'rope_1_yarn_16',
+                                        'learned_2_hold_32', 'rope_2_yarn_16']
+    found, ledger = read(place), read(place, 'ledger')
+    assert [row['run'] for row in found['runs']] == [f'out/study/runs/{cell}' for cell in quick] and found['failed'] == []
+    assert {(cell, entry['state'], entry['exit']) for cell, entry in ledger['cells'].items()} == {(cell, 'done', 0) for cell in quick}
+    names = ['learned', 'rope', 'none', 'learned + hold ×4', 'rope + yarn ×2']
+    assert [scheme['scheme'] for scheme in found['schemes']] == names and found['length'] == 8 and found['reference'] == 'learned'
+    rows = {row['name']: row for row in found['runs']}
+    for scheme, (first, second) in zip(found['schemes'], [(f'{wpe}_1{rest}', f'{wpe}_2{rest}') for wpe, rest in
+                                                          (('learned', ''), ('rope', ''), ('none', ''), ('learned', '_hold_32'), ('rope', '_yarn_16'))]):
+        a, b = rows[first]['val_loss'], rows[second]['val_loss']
+        assert scheme['n_seeds'] == 2 and scheme['val_loss_mean'] == pytest.approx((a + b) / 2)
+        assert scheme['val_loss_ci95'] == pytest.approx([(a + b) / 2 - 12.7062 * abs(a - b) / 2, (a + b) / 2 + 12.7062 * abs(a - b) / 2], abs=1e-4)
+        pairs = [] if scheme['scheme'] == 'learned' else [a - rows['learned_1']['val_loss'], b - rows['learned_2']['val_loss']]
+        assert [pair['difference'] for pair in (scheme['difference'] or {'pairs': []})['pairs']] == pytest.approx(pairs)
+    contexts = {name: [part['loss'] is not None for part in row['context']] for name, row in rows.items()}
+    assert contexts['learned_1'] == [True] * 2 + [False] * 4 and all(contexts['rope_1']) and all(contexts['learned_1_hold_32'])
+    assert rows['learned_1_hold_32']['val_loss'] == pytest.approx(rows['learned_1']['val_loss'], abs=1e-6)  # its old rows are as they were
+    for name, row in rows.items():                               # what train.py said itself, of the same tokens
+        if row['extension'] is None:
+            final = [json.loads(line) for line in (place / row['run'] / 'metrics.jsonl').read_text().splitlines()][-1]
+            assert final['event'] == 'final' and row['val_loss'] == pytest.approx(final['loss'], abs=1e-6)
+    assert set(found['protocols']) == {'non-overlapping', 'same targets', 'by position', 'sliding window', 'retrieval', 'induction'}
+    again = compare(place, f'--wpe={SCHEMES}', '--seeds=2', '--extend=yarn,hold:4')
+    assert again.code == 0 and len(quick) == 10 and read(place) == found and read(place, 'ledger') == ledger  # nothing is done twice
+
+
+@pytest.mark.parametrize('stops', [[0], [1, 3]])
+def test_stopped_and_run_again_gives_the_same_report(place, tmp_path_factory, quick, stops):
+    """Stopped before a cell or within one, which then has a checkpoint of its own, as after SIGKILL."""
+    straight = tmp_path_factory.mktemp('straight')
+    shutil.copytree(place, straight, dirs_exist_ok=True)
+    assert compare(straight, f'--wpe={SCHEMES}', '--extend=yarn').code == 0
+    work, calls = study.run_script, []
+
+    def stopping(name, args, log):
+        calls.append(name)
+        if len(calls) - 1 in stops:
+            if name == 'train':
+                half = [arg for arg in args if not arg.startswith('--max_iters')] + ['--max_iters=4']
+                assert work(name, half, log) == 0
+                os.remove(re.sub(r'\.log$', '/metrics.jsonl', log)) if len(calls) > 1 else None
+            raise study.Stopped
+        return work(name, args, log)
+
+    with mock.patch.object(study, 'run_script', stopping):
+        for _ in stops:
+            done = compare(place, f'--wpe={SCHEMES}', '--extend=yarn')
+            assert done.code == 75 and 'the same command goes on' in done.err and not (place / 'out/study/report.json').exists()
+            assert 'stopped' in {entry['state'] for entry in read(place, 'ledger')['cells'].values()}
+        assert compare(place, f'--wpe={SCHEMES}', '--extend=yarn').code == 0
+    assert len(calls) == 4 + len(stops) and without_speed(read(place)) == without_speed(read(straight))
+
+
+def test_more_seeds_and_schemes_train_only_what_is_missing(place, quick):
+    assert compare(place, '--wpe=rope').code == 0
+    assert compare(place, '--wpe=rope,none', '--seeds=2').code == 0
+    assert quick == ['rope_1', 'none_1', 'rope_2', 'none_2'] and read(place)['reference'] == 'rope'
+
+
+def test_one_seed_has_no_interval_and_says_so(place):
+    done = compare(place, '--wpe=learned,rope')
+    learned, rope = read(place)['schemes']
+    assert learned['val_loss_ci95'] is rope['val_loss_ci95'] is rope['difference']['ci95'] is None
+    assert rope['difference']['pairs'][0]['window_stderr'] > 0
+    assert 'one seed: no interval' in done.out and '± stderr over windows' in done.out
+
+
+# ---- failed cells -----------------------------------------------------------------------------------------------------------------------------
+
+def test_a_failed_cell_is_shown_and_never_averaged(place, quick):
+    with failing('rope_2'):
+        done = compare(place, '--wpe=learned,rope', '--seeds=2', '--extend=yarn')
+    assert done.code == 0 and 'warning: out/study/runs/rope_2 failed (exit code 65, the loss was not finite) and takes no part' in done.err
+    assert any(re.match(r'rope_2 +rope +2 +failed( +-)+$', line) for line in done.out.splitlines())
+    found = read(place)
+    assert found['failed'] == [{'run': 'out/study/runs/rope_2', 'wpe': 'rope', 'extension': None, 'seed': 2, 'exit': 65, 'name': 'rope_2'}]
+    learned, rope, yarn = found['schemes']
+    assert (learned['n_seeds'], rope['n_seeds'], yarn['n_seeds']) == (2, 1, 1) and rope['val_loss_mean'] == found['runs'][1]['val_loss']
+    assert [pair['seed'] for pair in rope['difference']['pairs']] == [1] and rope['difference']['ci95'] is None
+    assert read(place, 'ledger')['cells']['rope_2']['state'] == 'failed'
+    before = len(quick)
+    assert compare(place, '--wpe=learned,rope', '--seeds=2', '--extend=yarn').code == 0
+    assert quick[before:] == ['rope_2', 'rope_2_yarn_16']        # it is tried again, the rest is not
+    assert read(place)['failed'] == [] and [scheme['n_seeds'] for scheme in read(place)['schemes']] == [2, 2, 2]
+
+
+def test_a_failed_extension_is_shown(place):
+    with failing('learned_1_hold_16', 2):
+        done = compare(place, '--wpe=learned,rope', '--extend=hold,linear')
+    assert done.code == 0 and 'learned_1_hold_16 failed (exit code 2, bad input)' in done.err
+    cell, = read(place)['failed']
+    assert (cell['wpe'], cell['extension'], cell['exit']) == ('learned', 'hold ×2', 2)
+    assert [scheme['scheme'] for scheme in read(place)['schemes']] == ['learned', 'rope', 'rope + linear ×2']
+
+
+def test_a_loss_that_is_not_finite(place):
+    """A real one: every cell ends with 65, and there is nothing to compare."""
+    done = compare(place, '--wpe=rope,none', '--train=--learning_rate=1e30 --grad_clip=0 --warmup_iters=0')
+    assert done.code == 2 and 'every run failed' in done.err and 'out/study/runs/*.log' in done.err
+    assert [entry['exit'] for entry in read(place, 'ledger')['cells'].values()] == [65, 65] and not (place / 'out/study/report.json').exists()
+
+
+def test_exit_codes_in_words():
+    assert study.exit_text(-9) == 'ended by SIGKILL' and study.exit_text(65) == 'exit code 65, the loss was not finite'
+    assert study.exit_text(1) == 'exit code 1'
+
+
+# ---- what a study folder says -----------------------------------------------------------------------------------------------------------------
+
+def test_another_study_in_the_same_folder_is_refused(place, quick):
+    assert compare(place, '--wpe=rope', '--train=--weight_decay=0.2').code == 0
+    refused(compare(place, '--wpe=rope', '--train=--weight_decay=0.3'), 'out/study', 'weight_decay was 0.2, now 0.3', '--to')
+    refused(compare(place, '--wpe=rope'), 'weight_decay was 0.2, now not set')
+    (place / 'tiny.py').write_text((place / 'tiny.py').read_text().replace('max_iters = 6', 'max_iters = 7'))
+    refused(compare(place, '--wpe=rope', '--train=--weight_decay=0.2'), 'max_iters was 6, now 7')
+    assert quick == ['rope_1']
+
+
+def test_a_run_is_finished_when_its_folder_says_so(place, quick):
+    assert compare(place, '--wpe=rope').code == 0
+    folder = place / 'out/study/runs/rope_1'
+    assert study.finished(folder) and not study.finished(place / 'out/nothing')
+    os.remove(place / 'out/study/ledger.json')                   # the ledger may be lost
+    assert compare(place, '--wpe=rope').code == 0 and quick == ['rope_1']
+    assert read(place, 'ledger')['cells']['rope_1']['state'] == 'done'
+    records = (folder / 'metrics.jsonl').read_text()
+    (folder / 'metrics.jsonl').write_text(records[:records.rindex('{"event": "final"')])
+    assert not study.finished(folder) and compare(place, '--wpe=rope').code == 0 and len(quick) == 2 and study.finished(folder)
+    os.truncate(folder / 'ckpt/step_00000006/model.safetensors', 100)
+    assert not study.finished(folder) and compare(place, '--wpe=rope').code == 0 and len(quick) == 3 and study.finished(folder)
+
+
+def test_an_extension_is_made_again_when_its_run_was_trained_on(place, quick):
+    given = ['--to=out/study', '--device=cpu', '--context_tokens=0', '--trials=0', '--extend=linear', 'out/rope']
+
+    def trained_for(steps):
+        assert study.run_script('train', ['tiny.py', '--wpe=rope', '--out_dir=out/rope', '--init_from=auto', f'--max_iters={steps}'], 'log') == 0
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            assert not script.main(given)
+        return {row['name']: row['step'] for row in read(place)['runs']}
+
+    with contextlib.chdir(place):
+        assert trained_for(4) == {'rope': 4, 'rope_linear_16': 4}
+        assert trained_for(4) == {'rope': 4, 'rope_linear_16': 4} and quick.count('rope_linear_16') == 1
+        assert trained_for(6) == {'rope': 6, 'rope_linear_16': 6} and quick.count('rope_linear_16') == 2
+
+
+def test_a_tuned_extension_is_a_scheme_of_its_own(place):
+    assert compare(place, '--wpe=rope', '--extend=linear').code == 0
+    with contextlib.chdir(place):
+        tuned = ['tiny.py', '--init_from=out/study/runs/rope_1_linear_16', '--out_dir=out/tuned', '--max_iters=2', '--seed=1', '--wpe=rope']
+        assert study.run_script('train', tuned, 'log') == 0, (place / 'log').read_text()
+    assert compare(place, '--wpe=rope', '--extend=linear', 'out/tuned', '--trials=0').code == 0
+    found = read(place)
+    assert [scheme['extension'] for scheme in found['schemes']] == [None, None, 'linear ×2', 'linear ×2, tuned'][1:] or \
+        sorted(str(scheme['extension']) for scheme in found['schemes']) == ['None', 'linear ×2', 'linear ×2, tuned']
+    assert found['length'] == 8 and all(part['loss'] is not None for row in found['runs'] for part in row['context'])
+
+
+def test_extensions_are_those_of_the_script():
+    assert {wpe: tuple(methods) for wpe, methods in extend.METHODS.items()} == study.EXTENSIONS
+
+
+def test_methods():
+    assert study.read_methods('yarn, lowrank:4,', 2.0) == [('yarn', 2.0), ('lowrank', 4.0)] and study.read_methods('', 2.0) == []
+    for text, words in (('yarm', "'yarm' is no method"), ('yarn:x', "'x' is no number"), ('yarn:1', '1 times'), ('yarn:nan', 'nan times')):
+        with pytest.raises(ValueError, match=words):
+            study.read_methods(text, 2.0)
+
+
+def test_settings_that_cannot_be(place):
+    for args, words in ((['--train=max_iters=3'], ['max_iters=3', '--name=value']), (['--train=--seed=3'], ['seed is set by compare.py']),
+                        (['--wpe=rope,rop'], ["'rop' is no scheme", 'learned']), (['--wpe=rope,rope'], ['names rope twice']),
+                        (['--seeds=0'], ['seeds=0 must be at least 1']), (['--extend=yarm'], ["'yarm' is no method"]),
+                        (['absent.py'], ['absent.py'])):
+        refused(compare(place, *args), *words)
+    with contextlib.chdir(place), pytest.raises(ValueError, match='give a config file'):
+        script.main(['out/rope', '--seeds=3'])
+    assert not (place / 'out/study/runs').exists()
+
+
+def test_a_length_beyond_a_learned_table(place):
+    refused(compare(place, '--wpe=learned', '--length=9'), '--length=9', 'learned_1', '8 rows')
+    assert compare(place, '--wpe=learned', '--length=4').code == 0 and read(place)['length'] == 4
+
+
+def test_pictures_of_everything(place):
+    """A failed cell, extensions, several seeds: report.html is complete, says the command, and needs nothing else."""
+    with failing('none_2'):
+        assert compare(place, f'--wpe={SCHEMES}', '--seeds=2', '--extend=yarn,hold').code == 0
+    page, found = (place / 'out/study/report.html').read_text('utf-8'), read(place)
+    assert page.count('<svg') == 7 and not re.search(r'(src|href)="(?!#)|url\((?!#)|@import|<script', page)
+    assert all(f'<td class="word">{scheme["scheme"]}</td>' in page for scheme in found['schemes'])
+    assert 'none_2 failed' in page and 'python compare.py tiny.py --to=out/study' in page and all(about.split()[0] in page for about in found['protocols'].values())
+    assert (place / 'out/study/compare.png').read_bytes().startswith(b'\x89PNG\r\n')
+    assert report.page(found) == page                            # no date, no order of a set, no random id
+
+
+# ---- signals, locks: real processes that import nothing -------------------------------------------------------------------------------------------
+
+CHILD = """
+import signal, sys, time
+seen = []
+def note(number, frame):
+    seen.append(number)
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, note)
+print('ready', flush=True)
+end = time.monotonic() + 20
+while not seen and time.monotonic() < end:
+    time.sleep(0.01)
+time.sleep(0.1)
+print('seen', *seen, flush=True)
+sys.exit(75 if seen else 1)
+"""
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """run_script as it is, on a train.py that waits for a signal."""
+    (tmp_path / 'train.py').write_text(CHILD)
+    monkeypatch.undo()
+    monkeypatch.setattr(study, 'ROOT', str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_to_the_child_once(child, number):
+    def send():
+        while 'ready' not in (child / 'log').read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    (child / 'log').touch()
+    before = signal.getsignal(number)
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(study.Stopped):
+        study.run_script('train', [], child / 'log')
+    thread.join()
+    assert (child / 'log').read_text().splitlines() == ['ready', f'seen {int(number)}'] and signal.getsignal(number) is before
+
+
+def test_the_exit_code_of_a_child(child):
+    for code in (0, 2, 65):
+        (child / 'train.py').write_text(f'import sys; print(sys.argv[1:]); sys.exit({code})')
+        assert study.run_script('train', ['--a=b c'], child / 'log') == code
+    assert (child / 'log').read_text() == "['--a=b c']\n" * 3
+    (child / 'train.py').write_text('import os; os.kill(os.getpid(), 9)')
+    assert study.run_script('train', [], child / 'log') == -9
+    (child / 'train.py').write_text('raise SystemExit(75)')      # it was told to stop, and not by us
+    with pytest.raises(study.Stopped):
+        study.run_script('train', [], child / 'log')
+
+
+def test_a_child_left_behind_is_waited_for(tmp_path, capsys):
+    lock = lock_folder(tmp_path / 'run', 'trained')
+    threading.Timer(0.3, lock.release).start()
+    started = time.monotonic()
+    study.wait_for(tmp_path / 'run')
+    assert time.monotonic() - started > 0.25 and 'waiting for it' in capsys.readouterr().out
+    study.wait_for(tmp_path / 'run')
+    assert capsys.readouterr().out == ''
+
+
+# ---- the real thing ---------------------------------------------------------------------------------------------------------------------------
+
+def real(place, *args):
+    return start(place, 'compare.py', *STUDY, f'--wpe={SCHEMES}', '--extend=yarn', '--train=--max_iters=40 --eval_interval=5', *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGTERM])
+def test_interrupted_half_way_and_run_again(place, tmp_path_factory, how):
+    """Three schemes from one command: SIGKILL to compare.py, or SIGTERM, which it passes on; the report is that of an uninterrupted one."""
+    straight = tmp_path_factory.mktemp('straight')
+    shutil.copytree(place, straight, dirs_exist_ok=True)
+    process = real(straight)
+    assert process.wait() == 0, process.communicate()
+    process, metrics = real(place), place / 'out/study/runs/rope_1/metrics.jsonl'
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count('"train"') > 5):
+        time.sleep(0.01)
+    process.send_signal(how)
+    out, err = process.communicate()
+    assert process.returncode == (75 if how == signal.SIGTERM else -how), err
+    assert not (place / 'out/study/report.json').exists() and read(place, 'ledger')['cells']['rope_1']['state'] == 'stopped'
+    learned = checkpoint.step_folder(place / 'out/study/runs/learned_1', 40)
+    before = os.stat(learned).st_mtime_ns
+    again = real(place)
+    out, err = again.communicate()
+    assert again.returncode == 0, err
+    assert os.stat(learned).st_mtime_ns == before and 'learned_1: done' not in out and 'rope_1' in out
+    assert without_speed(read(place)) == without_speed(read(straight))
+    assert [row['step'] for row in read(place)['runs']] == [40] * 4 and len(read(place)['schemes']) == 4
+
+
+@pytest.mark.slow
+def test_two_comparisons_in_one_folder(place):
+    first = real(place)
+    while first.poll() is None and not (place / 'out/study/ledger.json').exists():
+        time.sleep(0.01)
+    second = real(place)
+    out, err = second.communicate()
+    assert second.returncode == 2 and 'out/study is being written by another process' in err
+    first.send_signal(signal.SIGTERM)
+    assert first.wait() == 75
