@@ -65,7 +65,8 @@ def check_length(prompt, config, model):
         raise ValueError(f'{what}: shorten them, or let the window slide with --overflow=slide')
     if len(prompt) > block_size:
         what += f', only the last {block_size} of the prompt are seen'
-    how = 'encoded anew at every step, which is slow' if wpe in ('learned', 'sinusoidal') else 'the cache drops its oldest token'
+    anew = wpe in ('learned', 'sinusoidal') or model.config.stable_length < block_size
+    how = 'encoded anew at every step, which is slow' if anew else 'the cache drops its oldest token'
     print(f'{what}: the window slides ({how})', file=sys.stderr)
 
 
