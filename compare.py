@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import nanope  # noqa: F401 (before torch)
 from tqdm import tqdm
 
 from model import GPTConfig
@@ -56,7 +57,8 @@ def train_and_extend(config, files, paths):
     """What a study folder holds besides the runs given: ({run folder: Checkpoint}, failed cells)."""
     failed, methods = [], study.read_methods(config.extend, config.extend_to)
     if files:
-        trained, failed = study.train_missing(config.to, files, config.wpe.split(','), range(1, config.seeds + 1), shlex.split(config.train))
+        seeds, flags = range(1, config.seeds + 1), shlex.split(config.train)
+        trained, failed = study.train_missing(config.to, files, config.wpe.split(','), seeds, flags)
         if failed and not trained and not paths:
             raise ValueError(f'every run failed; what they said stands above and in {config.to}/runs/*.log')
         paths = trained + paths
@@ -106,8 +108,9 @@ def main(argv=None):
     length = config.length or min(map(runset.trained_length, runs.values()))
     data.check_length(length)
     for path, found in runs.items():
-        if found.state['config']['wpe'] == 'learned' and length > found.state['config']['block_size']:
-            raise ValueError(f'--length={length} is beyond the learned table of {path}, which has {found.state["config"]["block_size"]} rows')
+        rows = found.state['config']['block_size']
+        if found.state['config']['wpe'] == 'learned' and length > rows:
+            raise ValueError(f'--length={length} is beyond the learned table of {path}, which has {rows} rows')
     rows, windows, seconds = [], {}, Counter()
     for path, found in tqdm(runs.items(), 'evaluating', disable=None):
         row, windows[path], took = evaluate_run(path, found, data, length, config, device_name)
@@ -115,9 +118,10 @@ def main(argv=None):
         seconds.update(took)
     runset.name_and_tell_apart(rows, failed, runs)
     schemes = summarise(rows, windows)
+    dataset = next(iter(runs.values())).state['config']['dataset']
     machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}
-    found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': next(iter(runs.values())).state['config']['dataset'],
-             'length': length, 'reference': next(scheme['scheme'] for scheme in schemes if scheme['difference'] is None), 'runs': rows,
+    found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': dataset, 'length': length,
+             'reference': next(scheme['scheme'] for scheme in schemes if scheme['difference'] is None), 'runs': rows,
              'schemes': schemes, 'failed': failed, 'warnings': warnings, 'protocols': protocols.describe(length, config)}
     print(report.text(found))
     print(f'\nscored {len(rows)} runs in {seconds.total():.0f} s: ' + ', '.join(f'{name} {took:.0f}' for name, took in seconds.items()))

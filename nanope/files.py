@@ -12,7 +12,7 @@ def sha256(path):
 
 
 def lock_folder(folder, doing, wait=False):
-    """Make a folder ours until the returned lock is let go or this process ends. Raises ValueError where another process has it, or waits."""
+    """Make a folder ours until the returned lock is let go or this process ends. Raises ValueError where another has it, or waits."""
     os.makedirs(folder, exist_ok=True)
     lock = FileLock(os.path.join(folder, '.lock'))
     try:

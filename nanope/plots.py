@@ -4,8 +4,8 @@ import sys
 
 from nanope import metrics
 
-COLOURS = {'learned': '#0072B2', 'sinusoidal': '#D55E00', 'rope': '#009E73', 'none': '#6b6b6b', 'alibi': '#AA4499'}  # all eyes tell them apart
-OTHERS = '#56B4E9', '#E69F00', '#882255', '#117733', '#332288'
+COLOURS = {'learned': '#0072B2', 'sinusoidal': '#D55E00', 'rope': '#009E73', 'none': '#6b6b6b', 'alibi': '#AA4499'}  # for all eyes
+OTHERS = '#0072B2', '#E69F00', '#009E73', '#882255', '#332288'
 LINES = '-', '--', ':', '-.'
 ROOM = 1.0  # nats above the lowest loss that a picture shows at most: past the trained length some schemes lose all sight of the rest
 
@@ -33,7 +33,7 @@ def figure(columns=1):
 
 
 def styles(schemes):
-    """Colour and line of each: the colour is the scheme's, the line tells its extensions and settings apart. schemes: names, [str, ...]."""
+    """Colour and line of each: the colour is the scheme's, the line tells its extensions and settings apart. schemes: [str, ...]."""
     found, seen = [], {}
     for wpe in schemes:
         n = seen[wpe] = seen.get(wpe, -1) + 1
@@ -48,7 +48,7 @@ def title(axes, text, note):
 
 
 def label_ends(axes, ends):
-    """Write beside the right end of each curve what it is, in its colour, moved apart where texts would overlap. ends: (x, y, text, style)."""
+    """Write beside the right end of each curve what it is, in its colour; texts are moved apart. ends: [(x, y, text, style)]."""
     bottom, top = axes.get_ylim()
     ends, gap = sorted(ends, key=lambda end: end[1]), 0.068 * (top - bottom)
     heights = [min(max(end[1], bottom), top) for end in ends]
@@ -63,7 +63,7 @@ def label_ends(axes, ends):
                       arrowprops={'arrowstyle': '-', 'color': style['color'], 'linewidth': 0.6}, parse_math=False)
 
 
-# ---- panels: each draws one thing into given axes -------------------------------------------------------------------------------------
+# ---- panels: each draws one thing into given axes --------------------------------------------------------------------
 
 def draw_loss_curves(axes, groups, look):
     """Validation loss of run folders over updates (dots), one colour a group, and training loss (thin) where a group is a single run.
@@ -115,10 +115,10 @@ def draw_by_length(axes, schemes, look, protocol, value, base, bars=True):
                 axes.errorbar(x, y, yerr=error, fmt='none', ecolor=style['color'], alpha=0.4, elinewidth=1.2)
             ends.append((x[-1], y[-1], scheme['scheme'], style))
             drawn += points
-    axes.set_xscale('log', base=2)
     if drawn:
         x, y, _ = zip(*drawn)
         ticks = [2 ** i for i in range(32) if min(x) / 1.5 <= 2 ** i <= 1.1 * max(x)]
+        axes.set_xscale('log', base=2)
         axes.set_xticks(ticks, [f'{tick:,}' for tick in ticks])
         low, high = (min(y), min(max(y), min(y) + ROOM)) if value == 'loss' else (min(*y, 0), max(*y, 0.5))
         margin = 0.06 * (high - low) + 0.01
@@ -134,31 +134,32 @@ def draw_differences(axes, schemes, look):
     for y, (scheme, style) in enumerate(zip(schemes, look)):
         found = scheme['difference'] or {'mean': 0, 'ci95': None, 'pairs': []}
         if found['mean'] is not None:
-            axes.plot(found['ci95'] or [found['mean']] * 2, [y, y], color=style['color'], linewidth=2)
-            axes.plot([pair['difference'] for pair in found['pairs']], [y] * len(found['pairs']), 'o', color=style['color'], alpha=0.4, markersize=4)
-            axes.plot(found['mean'], y, 'D', color=style['color'], markersize=6)
+            seeds, colour = [pair['difference'] for pair in found['pairs']], style['color']
+            axes.plot(found['ci95'] or [found['mean']] * 2, [y, y], color=colour, linewidth=2)
+            axes.plot(seeds, [y] * len(seeds), 'o', color=colour, alpha=0.4, markersize=4)
+            axes.plot(found['mean'], y, 'D', color=colour, markersize=6)
     axes.set_yticks(range(len(schemes)), [scheme['scheme'] for scheme in schemes], parse_math=False)
     axes.set(xlabel='nats a token; left of the line is better', ylim=(len(schemes) - 0.4, -0.6))
     axes.axvline(0, color='#444444', linewidth=0.8)
     axes.grid(axis='y', visible=False)
 
 
-# ---- pictures -------------------------------------------------------------------------------------------------------------------------
+# ---- pictures --------------------------------------------------------------------------------------------------------
 
 def loss_curves(runs, path):
     """Loss curves of run folders into a PNG."""
     fig, (axes,) = figure()
-    draw_loss_curves(axes, {name: [run] for name, run in zip(run_names(runs), runs)}, styles(range(len(runs))))
+    draw_loss_curves(axes, {name: [run] for name, run in zip(run_names(runs), runs)}, styles([None] * len(runs)))
     fig.savefig(path, dpi=180)
 
 
 def panels(report):
     """{name: function that draws it into axes} of what a report has to show. report: as in report.json."""
-    look = list(zip(report['schemes'], styles([scheme['wpe'] for scheme in report['schemes']])))
+    look, base = list(zip(report['schemes'], styles([scheme['wpe'] for scheme in report['schemes']]))), report['length']
     plain = [(scheme, style) for scheme, style in look if not scheme['extension']] or look
-    extended = [(scheme, style) for scheme, style in look if scheme['extension']]
-    seeds = '95 % over seeds' if all(scheme['n_seeds'] > 1 for scheme, _ in look) else '95 % over seeds; of one seed, standard error'
-    found = {}
+    extended = [(scheme, style) for scheme, style in look if (scheme, style) not in plain]
+    seeds = '95 % over seeds' + ('' if all(scheme['n_seeds'] > 1 for scheme, _ in look) else '; of one seed, standard error')
+    found, groups = {}, {scheme['scheme']: scheme['runs'] for scheme, _ in plain}
 
     def add(name, which, draw, heading, note, *args):
         def panel(axes):
@@ -166,17 +167,20 @@ def panels(report):
             title(axes, heading, note)
         found[name] = panel
 
-    found['curves'] = lambda axes: draw_loss_curves(axes, {scheme['scheme']: scheme['runs'] for scheme, _ in plain}, [style for _, style in plain])
-    add('position', plain, draw_by_length, 'Loss by position', 'nats a token; dotted: trained length', 'position', 'loss', report['length'], False)
+    found['curves'] = lambda axes: draw_loss_curves(axes, groups, [style for _, style in plain])
+    add('position', plain, draw_by_length, 'Loss by position', 'nats a token; dotted: trained length', 'position', 'loss', base, False)
     if look[0][0]['context']:
-        for name, which, heading in (('context', plain, 'Same targets, other contexts'), ('extended', extended, 'The same, context extended')):
-            if which:
-                add(name, which, draw_by_length, heading, f'nats a token; bars: {seeds}', 'context', 'loss', report['length'])
+        note = f'nats a token; bars: {seeds}'
+        add('context', plain, draw_by_length, 'Same targets, other contexts', note, 'context', 'loss', base)
+        if extended:
+            add('extended', extended, draw_by_length, 'The same, context extended', note, 'context', 'loss', base)
     if len(look) > 1:
-        add('differences', look, draw_differences, f'Validation loss minus {report["reference"]}', 'paired by seed; line: 95 % interval, dots: seeds')
+        heading = f'Validation loss minus {report["reference"]}'
+        add('differences', look, draw_differences, heading, 'paired by seed; line: 95 % interval, dots: seeds')
     if look[0][0]['retrieval']:
-        add('retrieval', plain, draw_by_length, 'Key-value retrieval', 'share answered rightly; dotted: chance', 'retrieval', 'accuracy', report['length'])
-        add('induction', plain, draw_by_length, 'Induction', 'nats gained from having seen the sequence', 'induction', 'score', report['length'])
+        note = 'share answered rightly; dotted: chance'
+        add('retrieval', plain, draw_by_length, 'Key-value retrieval', note, 'retrieval', 'accuracy', base)
+        add('induction', plain, draw_by_length, 'Induction', 'nats gained from having seen the sequence', 'induction', 'score', base)
     return found
 
 

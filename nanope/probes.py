@@ -57,9 +57,9 @@ def retrieval(model, file, lengths, furthest, trials, seeds, autocast, batch_siz
 def induction(losses_of, n_tokens, separator, lengths, furthest, trials, seeds):
     """How much a model gains from having seen a sequence before: [{'length', 'distance', 'score', 'stderr', 'first_minus_second'}].
 
-    `distance` random tokens stand twice; each of n_tokens ids but the separator is as likely. score: the mean loss on the second copy where
-    other random tokens stand in place of the first, less that on the second copy, in nats: same targets, same positions.
-    first_minus_second is the usual score, which a drift of the loss with the position moves too. The first token takes no part."""
+    `distance` random tokens stand twice; each of n_tokens ids but the separator is as likely. score: the mean loss on the second copy
+    after other random tokens, less that after the first copy, in nats: same targets, same positions. first_minus_second is the usual
+    score, which a drift of the loss with the position moves too. The first token takes no part."""
     results = []
     for n in lengths:
         distance = n // 2

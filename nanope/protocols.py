@@ -1,8 +1,7 @@
-"""What the models are asked, each question by name: loss with windows end to end, the same targets after shorter and longer contexts, loss
-by position, a sliding window, key-value retrieval, and induction.
+"""What the models are asked, each question by name: loss in windows end to end, loss on the same targets after shorter and longer
+contexts, loss by position, a sliding window, key-value retrieval and induction (see probes.py).
 
-How far a model sees is asked in lengths from half to four times the length it was trained at, `base`. A learned table has no answer beyond
-its last row: None. See probes.py for the last two.
+Contexts are half to four times as long as the models were trained at, `base`. A learned table has no answer beyond its last row: None.
 """
 import math
 import time
@@ -36,9 +35,9 @@ def buckets(n):
 def same_targets(losses_of, file, base, furthest, max_tokens):
     """Loss on the same targets at every context length: [{'length', 'loss', 'stderr', 'change', 'change_stderr'}].
 
-    About max_tokens targets, in evenly spaced spans of base//4. A span is scored in the window of exactly `length` inputs that ends with it,
-    so the context of its last target is `length` tokens, the present one included. change: against the loss at base; as the targets are
-    the same, how hard the text is cancels, and its error over spans is small. losses_of: rows (N, T+1) -> losses (N, T)."""
+    About max_tokens targets, in evenly spaced spans of base//4. A span is scored in the window of exactly `length` inputs that ends with
+    it: its last target has `length` tokens of context, the present one included. change: against the loss at base; as the targets are the
+    same, how hard the text is cancels, and its error over spans is small. losses_of: rows (N, T+1) -> losses (N, T)."""
     span, lengths = max(base // 4, 1), context_lengths(base)
     longest = max(n for n in lengths if n < file.tokens)
     count = min(max(max_tokens // span, 1), (file.tokens - 1 - longest) // span + 1)
@@ -74,8 +73,8 @@ def by_position(losses, beyond, base):
 
 
 def sliding(losses_of, file, base, stride, max_tokens, end_to_end):
-    """Loss in windows of base tokens every `stride`, which count what the one before left: {'stride', 'loss', 'stderr', 'tokens', 'change',
-    'change_stderr'}. change: against windows end to end, on the same targets; None unless all were scored. end_to_end: loss by target."""
+    """Loss in windows of base tokens every `stride`, which count what the one before left: {'stride', 'loss', 'stderr', 'tokens',
+    'change', 'change_stderr'}. change: against end_to_end (loss by target), on the same targets; None unless all of them were scored."""
     starts, first = windows(file.tokens, base, max_tokens, stride)
     losses, counted = losses_of(file.rows(starts, base + 1)), np.arange(base) >= first[:, None]
     differences = losses - end_to_end[starts[:, None] + 1 + np.arange(base)]
@@ -85,29 +84,30 @@ def sliding(losses_of, file, base, stride, max_tokens, end_to_end):
             'change_stderr': finite(error)}
 
 
-# ---- all of it --------------------------------------------------------------------------------------------------------------------------
+# ---- all of it -------------------------------------------------------------------------------------------------------
 
 def describe(base, config):
     """{protocol: how it was done}, a sentence or two each, for the report."""
-    at_most = f'about {config.context_tokens:,}'
+    some, all_or_some = f'About {config.context_tokens:,}', 'all' if config.eval_tokens is None else f'{config.eval_tokens:,}'
     return {
-        'non-overlapping': f'Windows of {base} tokens end to end over ' + ('all' if config.eval_tokens is None else f'{config.eval_tokens:,}')
-                           + " validation tokens, as in train.py's own evaluation. The standard error is over windows.",
-        'same targets': f'{at_most} validation tokens, in spans of {max(base // 4, 1)}, each scored in the window of exactly as many tokens '
-                        f'that ends with its span. Change: against {base} tokens, same targets.',
+        'non-overlapping': f"Windows of {base} tokens end to end over {all_or_some} validation tokens, as in train.py's own evaluation. "
+                           'The standard error is over windows.',
+        'same targets': f'{some} validation tokens, in spans of {max(base // 4, 1)}. Each span is scored in windows of exactly so many '
+                        f'tokens that end with it. Change: against {base} tokens, same targets.',
         'by position': f'Within {base} tokens, of the non-overlapping windows; past it, of windows of up to {4 * base} tokens.',
-        'sliding window': f'Windows of {base} tokens every {config.stride or max(base // 2, 1)}, which count what the one before left: '
-                          f'every target but the first few has more context than end to end. {at_most} tokens.',
-        'retrieval': f'{PAIRS} pairs of a key ({KEY} tokens of the validation text) and a value (1 token), then text, then one of the keys: '
-                     f'is its value the likeliest of the {PAIRS}? The length is from the first pair to the question. {config.trials} questions.',
-        'induction': f'Random tokens, twice: loss on the second copy after other random tokens, less that after the first copy, nats a token. '
-                     f'{config.trials} sequences.'}
+        'sliding window': f'Windows of {base} tokens every {config.stride or max(base // 2, 1)}, which count what the one before left, so '
+                          f'that all targets have much context. {some} tokens.',
+        'retrieval': f'{PAIRS} pairs of a key ({KEY} tokens of the validation text) and a value (1 token), then text, then one of the '
+                     f'keys: is its value the likeliest of the {PAIRS}? The length is from the first pair to the question. '
+                     f'{config.trials} questions a length.',
+        'induction': 'Random tokens, twice: loss on the second copy after other random tokens, less that after the first copy, in nats '
+                     f'a token. {config.trials} sequences a length.'}
 
 
 def ask(model, data, byte_lengths, base, config, seeds, autocast):
     """All protocols for one model: (answers, (loss, targets) of each window end to end, {protocol: seconds}).
 
-    answers: fields of a run in report.json, empty where config.context_tokens or config.trials is 0. data: Data. config: CompareConfig."""
+    answers: fields of a run in report.json, empty where config.context_tokens or config.trials is 0. config: CompareConfig."""
     seconds, furthest, file = {}, reach(model.config), data.val
     how = dict(autocast=autocast, batch_size=config.batch_size)
 
@@ -133,8 +133,8 @@ def ask(model, data, byte_lengths, base, config, seeds, autocast):
         by_target = np.full(file.tokens, np.nan)
         for start, row in zip(windows(file.tokens, base, config.eval_tokens)[0], losses):
             by_target[start + 1:start + 1 + base][np.isfinite(row)] = row[np.isfinite(row)]
-        answers['sliding'] = timed('sliding window', sliding, losses_of, file, base, config.stride or max(base // 2, 1), config.context_tokens,
-                                   by_target)
+        stride = config.stride or max(base // 2, 1)
+        answers['sliding'] = timed('sliding window', sliding, losses_of, file, base, stride, config.context_tokens, by_target)
     answers['position'] = by_position(losses, beyond, base)
     if config.trials:
         lengths = context_lengths(base)

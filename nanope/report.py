@@ -5,14 +5,13 @@ import os
 import re
 import shlex
 import textwrap
+from pathlib import Path
 
 from nanope import plots
 from nanope.files import write_json
 
-STYLE = os.path.join(os.path.dirname(__file__), 'report.css')
 
-
-# ---- numbers as text --------------------------------------------------------------------------------------------------------------------
+# ---- numbers as text -------------------------------------------------------------------------------------------------
 
 def cell(value, form='.4f'):
     return '-' if value is None else format(value, form)
@@ -40,18 +39,16 @@ def verdict(difference):
     return 'better' if high < 0 else 'worse' if low > 0 else 'not told apart'
 
 
-# ---- tables: (heading, note, [row of cells], cells of a row that are words), the head first ---------------------------------------------
+# ---- tables: (heading, note, [row of cells], cells of a row that are words), the head first --------------------------
 
 def runs_table(report):
     rows = [('run', 'scheme', 'seed', 'step', 'parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'tokens/s')]
     columns = (('seed', 'd'), ('step', ',d'), ('params', ',d'), ('wpe_params', ',d'), ('val_loss', '.4f'), ('val_stderr', '.4f'),
                ('bits_per_byte', '.4f'), ('tokens_per_s', ',.0f'))
-    for row in report['runs']:
-        scheme = ' + '.join(filter(None, (row['wpe'], row['extension'])))
-        rows.append((row['name'], scheme, *(cell(row[key], form) for key, form in columns)))
-    for row in report['failed']:
-        scheme = ' + '.join(filter(None, (row['wpe'], row['extension'])))
-        rows.append((row['name'], scheme, cell(row['seed'], 'd'), 'failed', *'------'))
+    for row in report['runs'] + report['failed']:
+        cells = [cell(row.get(key), form) for key, form in columns]
+        cells[1] = 'failed' if row in report['failed'] else cells[1]
+        rows.append((row['name'], ' + '.join(filter(None, (row['wpe'], row['extension']))), *cells))
     note = f'windows of {report["length"]} tokens end to end; the standard error is over windows; tokens/s is the median while training'
     return 'Runs', note, rows, (0, 1)
 
@@ -67,7 +64,7 @@ def schemes_table(report):
                plus_minus(found['mean'], found['ci95'], '+.4f') if found else '-', verdict(found), of(scheme, 'sliding_change', '+.4f')]
         row[5:5] = [cell(found['pairs'][0]['window_stderr'] if scheme in one else None)] if one else []
         rows.append(row)
-    note = '± is half a 95 % interval over seeds (Student\'s t); differences are paired by seed; sliding window: change on the same targets'
+    note = "± is half a 95 % interval over seeds (Student's t); differences are paired by seed; sliding window: change on the same targets"
     if one:
         note += '. With one seed there is none: the standard error over windows tells two models apart, not two schemes'
     return 'Schemes', note, rows, (0, len(head) - 2)
@@ -91,25 +88,27 @@ def tables(report):
                   lengths_table(report, f'Change against {report["length"]} tokens of context', 'same targets, so how hard the text is '
                                 'cancels; + is worse', 'context', 'change', '+.3f')]
     if first['retrieval']:
-        found += [lengths_table(report, 'Key-value retrieval by length', f'% answered rightly; {first["retrieval"][0]["chance"]:.0%} is chance',
-                                'retrieval', 'accuracy', '.0f', 100),
-                  lengths_table(report, 'Induction by length', 'nats a token gained from having seen the same random tokens half the length '
-                                'before; 0 is nothing', 'induction', 'score', '+.3f')]
+        chance = f'% answered rightly; {first["retrieval"][0]["chance"]:.0%} is chance'
+        gained = 'nats a token gained from having seen the same random tokens half the length before; 0 is nothing'
+        found += [lengths_table(report, 'Key-value retrieval by length', chance, 'retrieval', 'accuracy', '.0f', 100),
+                  lengths_table(report, 'Induction by length', gained, 'induction', 'score', '+.3f')]
     return [runs_table(report), *found]
 
 
 def text_table(rows, words):
     """Rows of cells as lines of text, columns of numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return '\n'.join('  '.join(c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip() for row in rows)
+    lines = [[c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows]
+    return '\n'.join('  '.join(line).rstrip() for line in lines)
 
 
 def text(report):
     """The report for a terminal."""
-    return '\n\n'.join(f'{heading.upper()}\n{text_table(rows, words)}\n{textwrap.fill(note, 110)}' for heading, note, rows, words in tables(report))
+    return '\n\n'.join(f'{heading.upper()}\n{text_table(rows, words)}\n{textwrap.fill(note, 110)}'
+                       for heading, note, rows, words in tables(report))
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 def findings(report):
     """What the numbers say, in sentences."""
@@ -122,12 +121,12 @@ def findings(report):
             mean = cell(scheme['difference']['mean'], '+.4f')
             words.setdefault(verdict(scheme['difference']), []).append(f'{scheme["scheme"]} ({mean})')
     if any(words.values()):
-        found.append(f'Against {report["reference"]}: ' + '; '.join(f'{word}: {", ".join(each)}' for word, each in words.items() if each) + '.')
-    further = [n for n, part in enumerate(plain[0]['context']) if part['length'] > 1.9 * report['length']][:1]
-    for n in further:
-        parts = [(scheme['scheme'], scheme['context'][n]['change_mean']) for scheme in plain]
-        said = [f'{name} {"has no rows there" if change is None else f"{change:+.3f}"}' for name, change in parts]
-        found.append(f'The same targets after {plain[0]["context"][n]["length"]} tokens of context instead of {report["length"]}: {", ".join(said)}.')
+        said = '; '.join(f'{word}: {", ".join(each)}' for word, each in words.items() if each)
+        found.append(f'Against {report["reference"]}: {said}.')
+    for n, length in [(n, part['length']) for n, part in enumerate(plain[0]['context']) if part['length'] == 2 * report['length']]:
+        changes = [(scheme['scheme'], scheme['context'][n]['change_mean']) for scheme in plain]
+        said = ', '.join(f'{name} {"has no rows there" if change is None else f"{change:+.3f}"}' for name, change in changes)
+        found.append(f'The same targets after {length} tokens of context instead of {report["length"]}: {said}.')
     return found
 
 
@@ -151,8 +150,8 @@ def html_table(heading, note, rows, words):
     def line(row, tag):
         cells = []
         for i, each in enumerate(row):
-            kind = 'word' if i in words else each if each in ('better', 'worse') else ''
-            cells.append(f'<{tag} class="{kind}">{escaped(each)}</{tag}>')
+            kind = ('word ' if i in words else 'number ') + (each if each in ('better', 'worse') else '')
+            cells.append(f'<{tag} class="{kind.strip()}">{escaped(each)}</{tag}>')
         return '<tr>' + ''.join(cells) + '</tr>'
     body = '\n'.join(line(row, 'td') for row in rows[1:])
     return (f'<h2>{html.escape(heading)}</h2>\n<p class="soft">{escaped(note)}</p>\n<div class="scroll"><table>'
@@ -169,14 +168,14 @@ def page(report):
     machine = ', '.join(f'{key} {value}' for key, value in report['machine'].items())
     plain = ', '.join(scheme['scheme'] for scheme in report['schemes'] if not scheme['extension'])
     extended = sum(scheme['extension'] is not None for scheme in report['schemes'])
-    about = f'{plain or "no plain run"}' + (f' and {extended} of extended context' if extended else '')
-    with open(STYLE, encoding='utf-8') as file:
-        style = file.read()
+    about = (plain or 'no plain run') + (f' and {extended} of extended context' if extended else '')
+    about += f': {len(report["runs"])} runs, trained on {report["dataset"]}, scored at {report["length"]} tokens'
+    style = Path(__file__).with_name('report.css').read_text('utf-8')
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Position schemes compared</title><style>{style}</style></head><body>
 <h1>Position schemes compared</h1>
-<p class="soft">{html.escape(about)}: {len(report['runs'])} runs, trained on {html.escape(report['dataset'])}, scored at {report['length']} tokens.</p>
+<p class="soft">{html.escape(about)}.</p>
 <ul class="findings">{points}</ul>
 {warnings}
 <div class="figures">{figures}</div>

@@ -1,8 +1,8 @@
 """What a handful of seeds can say: means, their 95 % intervals, and differences between runs of the same seed.
 
-Intervals are Student's t over seeds, which takes the seeds' values as normal and independent: with three seeds the interval is 2.5 standard
-deviations wide on either side, and with one there is none. A bootstrap of so few values would be far too narrow. The quantile is exact for
-every whole number of degrees of freedom, found by bisection of the closed form of Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+Intervals are Student's t over seeds, which takes the seeds' values as normal and independent: with three seeds the interval reaches 2.5
+standard deviations to either side, and with one there is none. A bootstrap of so few values would be far too narrow. The quantile is exact
+for every whole number of degrees of freedom, found by bisection of the closed form of Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
 """
 import math
 from functools import cache
@@ -52,7 +52,7 @@ def over_seeds(name, values):
     return {f'{name}_mean': mean, f'{name}_ci95': interval}
 
 
-# ---- from runs to schemes -------------------------------------------------------------------------------------------------------------
+# ---- from runs to schemes --------------------------------------------------------------------------------------------
 
 def by_scheme(rows):
     """{label: rows of report.json that differ in their seed alone}. Runs that not even a seed tells apart are not averaged."""
@@ -110,7 +110,8 @@ def summarise(rows, windows):
 
     Differences are to the learned table or, where none was trained, to the first scheme."""
     groups, schemes = by_scheme(rows), []
-    reference = next((label for label, (row, *_) in groups.items() if row['wpe'] == 'learned' and not row['extension']), next(iter(groups)))
+    learned = [label for label, (row, *_) in groups.items() if row['wpe'] == 'learned' and not row['extension']]
+    reference = (learned or list(groups))[0]
     for label, members in groups.items():
         first, pairs = members[0], paired(members, groups[reference])
         context = across(members, 'context', loss='stderr', change='change_stderr')

@@ -4,8 +4,8 @@
     TO/runs/<wpe>_<seed>       as train.py writes it                          TO/runs/<wpe>_<seed>.log    what it printed
     TO/runs/<run>_<method>_<n> as extend.py writes it, n tokens long
 
-A cell is one process of train.py or extend.py. Whether a run is finished is read off its folder, not off the ledger, so it does not matter
-when a study was killed; a cell that is neither finished nor failed for good goes on where its last checkpoint stands.
+A cell is one process of train.py or extend.py. Whether a run is finished is read off its folder, not off the ledger, so it does not
+matter when a study was killed; a run that is not, goes on where its last checkpoint stands. A failed cell is tried again.
 """
 import itertools
 import math
@@ -64,8 +64,10 @@ def settings_of(files, flags):
         raise ValueError('\n'.join(problems))
     for flag in flags:
         name, equals, value = flag.removeprefix('--').partition('=')
-        if name in OURS or not flag.startswith('--') or not equals:
-            raise ValueError(f'--train: {flag}: ' + (f'{name} is set by compare.py' if name in OURS else 'settings are written --name=value'))
+        if name in OURS:
+            raise ValueError(f'--train: {flag}: compare.py sets {name} itself')
+        if not flag.startswith('--') or not equals:
+            raise ValueError(f'--train: {flag}: settings are written --name=value')
         settings[name] = value
     return {name: str(value) for name, value in settings.items() if name not in OURS}
 
@@ -93,7 +95,8 @@ def run_cell(to, ledger, cell, script, args, **facts):
     finally:
         entry['seconds'] = round(time.perf_counter() - started, 1)
         write_json(os.path.join(to, 'ledger.json'), ledger)
-    print(f'{cell}: ' + (f'failed, {exit_text(entry["exit"])},' if entry['exit'] else 'done'), f'after {entry["seconds"]:,.0f} s', flush=True)
+    outcome = f'failed, {exit_text(entry["exit"])},' if entry['exit'] else 'done'
+    print(f'{cell}: {outcome} after {entry["seconds"]:,.0f} s', flush=True)
 
 
 def exit_text(code):
@@ -103,7 +106,7 @@ def exit_text(code):
     return f'exit code {code}' + {2: ', bad input', 65: ', the loss was not finite'}.get(code, '')
 
 
-# ---- training -----------------------------------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
 
 def finished(run):
     """Whether train.py came to the end of a run: its last evaluation is on record and its last checkpoint in order."""
@@ -148,7 +151,7 @@ def train_missing(to, files, wpes, seeds, flags):
     return runs, failed
 
 
-# ---- extending ----------------------------------------------------------------------------------------------------------------------
+# ---- extending -------------------------------------------------------------------------------------------------------
 
 def read_methods(text, factor):
     """'yarn,lowrank:4' -> [('yarn', factor), ('lowrank', 4.0)]. Raises ValueError."""

@@ -33,7 +33,7 @@ def test_summary_by_hand():
     assert summary([]) == summary([1.0, None]) == (None, None)    # a missing value is not left out of a mean
 
 
-# ---- schemes ------------------------------------------------------------------------------------------------------------------------------
+# ---- schemes ---------------------------------------------------------------------------------------------------------
 
 def run(wpe, seed, loss, extension=None, settings={}, context=()):
     return {'run': f'{wpe}_{extension}_{seed}_{loss}', 'name': f'{wpe}_{seed}_{loss}', 'wpe': wpe, 'extension': extension, 'seed': seed,
@@ -48,8 +48,10 @@ def windows(rows, offsets=(0.0,)):
 
 
 def test_a_scheme_is_what_differs_in_its_seed_alone():
-    rows = [run('rope', 1, 2.0), run('learned', 1, 2.1), run('rope', 2, 2.2), run('rope', 1, 2.3, 'yarn ×2'), run('rope', 1, 2.4, settings={'lr': 1})]
-    assert {label: len(members) for label, members in by_scheme(rows).items()} == {'rope': 2, 'learned': 1, 'rope + yarn ×2': 1, 'rope (lr=1)': 1}
+    rows = [run('rope', 1, 2.0), run('learned', 1, 2.1), run('rope', 2, 2.2), run('rope', 1, 2.3, 'yarn ×2'),
+            run('rope', 1, 2.4, settings={'lr': 1})]
+    sizes = {label: len(members) for label, members in by_scheme(rows).items()}
+    assert sizes == {'rope': 2, 'learned': 1, 'rope + yarn ×2': 1, 'rope (lr=1)': 1}
     twice = [run('rope', 1, 2.0), run('rope', 1, 2.5)]
     assert [len(members) for members in by_scheme(twice).values()] == [1, 1]  # the same seed twice is no second seed
     assert list(by_scheme(twice)) == ['rope, rope_1_2.0', 'rope, rope_1_2.5']
@@ -57,7 +59,8 @@ def test_a_scheme_is_what_differs_in_its_seed_alone():
 
 def test_differences_are_paired_by_seed():
     """Seeds move both schemes by whole nats, the scheme by 0.1: the pairs see it, the means alone do not."""
-    rows = [run('learned', seed, seed + 0.1) for seed in (1, 2, 3)] + [run('rope', seed, seed + noise) for seed, noise in ((3, .001), (1, 0), (2, -.001))]
+    rows = [run('learned', seed, seed + 0.1) for seed in (1, 2, 3)]
+    rows += [run('rope', seed, seed + noise) for seed, noise in ((3, .001), (1, 0), (2, -.001))]
     learned, rope = summarise(rows, windows(rows))
     assert learned['difference'] is None and rope['difference']['reference'] == 'learned'
     assert rope['difference']['mean'] == pytest.approx(-0.1)
@@ -78,7 +81,8 @@ def test_windows_tell_two_models_apart_where_seeds_cannot():
     """One pair: no interval over seeds, but the standard error of paired windows, in which the text's own spread cancels."""
     a, b = run('rope', 1, 2.0), run('learned', 1, 2.1)
     spread = np.array([-1.0, 0.0, 1.0, 5.0, -5.0])
-    found = difference([(a, b)], 'learned', {a['run']: (2 * (2.0 + spread), np.full(5, 2)), b['run']: (2 * (2.1 + spread) + [.1, -.1, 0, 0, 0], np.full(5, 2))})
+    counts, noise = np.full(5, 2), [.1, -.1, 0, 0, 0]
+    found = difference([(a, b)], 'learned', {a['run']: (2 * (2.0 + spread), counts), b['run']: (2 * (2.1 + spread) + noise, counts)})
     pair, = found['pairs']
     assert found['ci95'] is None and pair['difference'] == pytest.approx(-0.1)
     assert pair['window_stderr'] == pytest.approx(np.std([.05, -.05, 0, 0, 0], ddof=1) / math.sqrt(5))
@@ -88,7 +92,8 @@ def test_windows_tell_two_models_apart_where_seeds_cannot():
 
 def test_the_reference_is_learned_or_the_first():
     rows = [run('rope', 1, 2.0), run('learned', 1, 2.1, 'hold ×2'), run('learned', 1, 2.2)]
-    assert [scheme['difference'] and scheme['difference']['reference'] for scheme in summarise(rows, windows(rows))] == ['learned', 'learned', None]
+    found = [scheme['difference'] for scheme in summarise(rows, windows(rows))]
+    assert [each and each['reference'] for each in found] == ['learned', 'learned', None]
     assert [scheme['difference'] is None for scheme in summarise(rows[:1], windows(rows))] == [True]
     louder = [run('sinusoidal', 1, 2.0), run('sinusoidal', 1, 2.1, settings={'wpe_scale': 1.0})]
     assert summarise(louder, windows(louder))[1]['difference']['reference'] == 'sinusoidal'

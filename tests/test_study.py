@@ -86,31 +86,35 @@ def refused(done, *words):
 def failing(cell, code=65):
     """Patches one cell so that it ends with an exit code, before it has done anything."""
     work = study.run_script
-    return mock.patch.object(study, 'run_script', lambda name, args, log: code if any(arg.endswith(f'/{cell}') for arg in args) else work(name, args, log))
+
+    def run_script(name, args, log):
+        return code if any(arg.endswith(f'/{cell}') for arg in args) else work(name, args, log)
+    return mock.patch.object(study, 'run_script', run_script)
 
 
-# ---- a whole study --------------------------------------------------------------------------------------------------------------------------
+# ---- a whole study ---------------------------------------------------------------------------------------------------
 
 def test_schemes_seeds_and_extensions(place, quick):
     done = compare(place, f'--wpe={SCHEMES}', '--seeds=2', '--extend=yarn,hold:4')
-    assert done.code == 0 and quick == ['learned_1', 'rope_1', 'none_1', 'learned_2', 'rope_2', 'none_2', 'learned_1_hold_32', 'rope_1_yarn_16',
-                                        'learned_2_hold_32', 'rope_2_yarn_16']
+    assert done.code == 0 and quick == ['learned_1', 'rope_1', 'none_1', 'learned_2', 'rope_2', 'none_2',
+                                        'learned_1_hold_32', 'rope_1_yarn_16', 'learned_2_hold_32', 'rope_2_yarn_16']
     found, ledger = read(place), read(place, 'ledger')
     assert [row['run'] for row in found['runs']] == [f'out/study/runs/{cell}' for cell in quick] and found['failed'] == []
     assert {(cell, entry['state'], entry['exit']) for cell, entry in ledger['cells'].items()} == {(cell, 'done', 0) for cell in quick}
     names = ['learned', 'rope', 'none', 'learned + hold ×4', 'rope + yarn ×2']
     assert [scheme['scheme'] for scheme in found['schemes']] == names and found['length'] == 8 and found['reference'] == 'learned'
     rows = {row['name']: row for row in found['runs']}
-    for scheme, (first, second) in zip(found['schemes'], [(f'{wpe}_1{rest}', f'{wpe}_2{rest}') for wpe, rest in
-                                                          (('learned', ''), ('rope', ''), ('none', ''), ('learned', '_hold_32'), ('rope', '_yarn_16'))]):
-        a, b = rows[first]['val_loss'], rows[second]['val_loss']
-        assert scheme['n_seeds'] == 2 and scheme['val_loss_mean'] == pytest.approx((a + b) / 2)
-        assert scheme['val_loss_ci95'] == pytest.approx([(a + b) / 2 - 12.7062 * abs(a - b) / 2, (a + b) / 2 + 12.7062 * abs(a - b) / 2], abs=1e-4)
+    cells = (('learned', ''), ('rope', ''), ('none', ''), ('learned', '_hold_32'), ('rope', '_yarn_16'))
+    for scheme, (wpe, rest) in zip(found['schemes'], cells, strict=True):
+        a, b = (rows[f'{wpe}_{seed}{rest}']['val_loss'] for seed in (1, 2))
+        mean, half = (a + b) / 2, 12.7062 * abs(a - b) / 2       # half: of a 95 % interval of two values
+        assert scheme['n_seeds'] == 2 and scheme['val_loss_mean'] == pytest.approx(mean)
+        assert scheme['val_loss_ci95'] == pytest.approx([mean - half, mean + half], abs=1e-4)
         pairs = [] if scheme['scheme'] == 'learned' else [a - rows['learned_1']['val_loss'], b - rows['learned_2']['val_loss']]
         assert [pair['difference'] for pair in (scheme['difference'] or {'pairs': []})['pairs']] == pytest.approx(pairs)
     contexts = {name: [part['loss'] is not None for part in row['context']] for name, row in rows.items()}
     assert contexts['learned_1'] == [True] * 2 + [False] * 4 and all(contexts['rope_1']) and all(contexts['learned_1_hold_32'])
-    assert rows['learned_1_hold_32']['val_loss'] == pytest.approx(rows['learned_1']['val_loss'], abs=1e-6)  # its old rows are as they were
+    assert rows['learned_1_hold_32']['val_loss'] == pytest.approx(rows['learned_1']['val_loss'], abs=1e-6)  # old rows stay
     for name, row in rows.items():                               # what train.py said itself, of the same tokens
         if row['extension'] is None:
             final = [json.loads(line) for line in (place / row['run'] / 'metrics.jsonl').read_text().splitlines()][-1]
@@ -165,7 +169,7 @@ def test_one_seed_has_no_interval_and_says_so(place):
     assert 'one seed: no interval' in done.out and '± stderr over windows' in done.out
 
 
-# ---- failed cells -----------------------------------------------------------------------------------------------------------------------------
+# ---- failed cells ----------------------------------------------------------------------------------------------------
 
 def test_a_failed_cell_is_shown_and_never_averaged(place, quick):
     with failing('rope_2'):
@@ -197,7 +201,8 @@ def test_a_loss_that_is_not_finite(place):
     """A real one: every cell ends with 65, and there is nothing to compare."""
     done = compare(place, '--wpe=rope,none', '--train=--learning_rate=1e30 --grad_clip=0 --warmup_iters=0')
     assert done.code == 2 and 'every run failed' in done.err and 'out/study/runs/*.log' in done.err
-    assert [entry['exit'] for entry in read(place, 'ledger')['cells'].values()] == [65, 65] and not (place / 'out/study/report.json').exists()
+    assert [entry['exit'] for entry in read(place, 'ledger')['cells'].values()] == [65, 65]
+    assert not (place / 'out/study/report.json').exists()
 
 
 def test_exit_codes_in_words():
@@ -205,7 +210,7 @@ def test_exit_codes_in_words():
     assert study.exit_text(1) == 'exit code 1'
 
 
-# ---- what a study folder says -----------------------------------------------------------------------------------------------------------------
+# ---- what a study folder says ----------------------------------------------------------------------------------------
 
 def test_another_study_in_the_same_folder_is_refused(place, quick):
     assert compare(place, '--wpe=rope', '--train=--weight_decay=0.2').code == 0
@@ -234,7 +239,8 @@ def test_an_extension_is_made_again_when_its_run_was_trained_on(place, quick):
     given = ['--to=out/study', '--device=cpu', '--context_tokens=0', '--trials=0', '--extend=linear', 'out/rope']
 
     def trained_for(steps):
-        assert study.run_script('train', ['tiny.py', '--wpe=rope', '--out_dir=out/rope', '--init_from=auto', f'--max_iters={steps}'], 'log') == 0
+        args = ['tiny.py', '--wpe=rope', '--out_dir=out/rope', '--init_from=auto', f'--max_iters={steps}']
+        assert study.run_script('train', args, 'log') == 0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             assert not script.main(given)
         return {row['name']: row['step'] for row in read(place)['runs']}
@@ -248,7 +254,7 @@ def test_an_extension_is_made_again_when_its_run_was_trained_on(place, quick):
 def test_a_tuned_extension_is_a_scheme_of_its_own(place):
     assert compare(place, '--wpe=rope', '--extend=linear').code == 0
     with contextlib.chdir(place):
-        tuned = ['tiny.py', '--init_from=out/study/runs/rope_1_linear_16', '--out_dir=out/tuned', '--max_iters=2', '--seed=1', '--wpe=rope']
+        tuned = ['tiny.py', '--init_from=out/study/runs/rope_1_linear_16', '--out_dir=out/tuned', '--max_iters=2', '--seed=1']
         assert study.run_script('train', tuned, 'log') == 0, (place / 'log').read_text()
     assert compare(place, '--wpe=rope', 'out/tuned').code == 0
     assert compare(place, '--wpe=rope', 'out/tuned', 'out/study/runs/rope_1_linear_16').code == 0
@@ -269,7 +275,8 @@ def test_methods():
 
 
 def test_settings_that_cannot_be(place):
-    for args, words in ((['--train=max_iters=3'], ['max_iters=3', '--name=value']), (['--train=--seed=3'], ['seed is set by compare.py']),
+    for args, words in ((['--train=max_iters=3'], ['max_iters=3', '--name=value']),
+                        (['--train=--seed=3'], ['compare.py sets seed itself']),
                         (['--wpe=rope,rop'], ["'rop' is no scheme", 'learned']), (['--wpe=rope,rope'], ['names rope twice']),
                         (['--seeds=0'], ['seeds=0 must be at least 1']), (['--extend=yarm'], ["'yarm' is no method"]),
                         (['absent.py'], ['absent.py'])):
@@ -291,13 +298,14 @@ def test_pictures_of_everything(place):
     page, found = (place / 'out/study/report.html').read_text('utf-8'), read(place)
     assert page.count('<svg') == 7 and not re.search(r'(src|href)="(?!#)|url\((?!#)|@import|<script', page)
     assert all(f'<td class="word">{scheme["scheme"]}</td>' in page for scheme in found['schemes'])
-    assert 'none_2 failed' in page and 'python compare.py tiny.py --to=out/study' in page and all(about.split()[0] in page for about in found['protocols'].values())
+    assert 'none_2 failed' in page and 'python compare.py tiny.py --to=out/study' in page
+    assert all(f'<dt>{name}</dt>' in page for name in found['protocols'])
     assert (place / 'out/study/compare.png').read_bytes().startswith(b'\x89PNG\r\n')
     draw = plots.panels(found)['context']
     assert report.svg(draw) == report.svg(draw) in page          # no date, no random id
 
 
-# ---- signals, locks: real processes that import nothing -------------------------------------------------------------------------------------------
+# ---- signals, locks: real processes that import nothing --------------------------------------------------------------
 
 CHILD = """
 import signal, sys, time
@@ -371,7 +379,7 @@ def test_a_child_left_behind_is_waited_for(tmp_path, capsys):
     assert capsys.readouterr().out == ''
 
 
-# ---- the real thing ---------------------------------------------------------------------------------------------------------------------------
+# ---- the real thing --------------------------------------------------------------------------------------------------
 
 def real(place, *args):
     return start(place, 'compare.py', *STUDY, f'--wpe={SCHEMES}', '--extend=yarn', '--train=--max_iters=40 --eval_interval=5', *args)
@@ -380,7 +388,7 @@ def real(place, *args):
 @pytest.mark.slow
 @pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGTERM])
 def test_interrupted_half_way_and_run_again(place, tmp_path_factory, how):
-    """Three schemes from one command: SIGKILL to compare.py, or SIGTERM, which it passes on; the report is that of an uninterrupted one."""
+    """Three schemes from one command: SIGKILL to compare.py, or SIGTERM, which it passes on; the report is as if it had not been."""
     straight = tmp_path_factory.mktemp('straight')
     shutil.copytree(place, straight, dirs_exist_ok=True)
     process = real(straight)
