@@ -1,10 +1,10 @@
-# make demo: from a bare machine to three trained models and their comparison. make test: the tests. Both install what they need.
+# make demo: from a bare machine to three trained models and their comparison. make test: the tests. All install what they need.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 SCHEMES := learned sinusoidal rope
 
-.PHONY: demo test test-slow clean
+.PHONY: demo test test-slow reliability clean
 
 demo: $(VENV)/installed
 	$(PY) prepare.py shakespeare
@@ -17,6 +17,9 @@ test: $(VENV)/installed-dev
 
 test-slow: $(VENV)/installed-dev
 	$(PY) -m pytest -q -m 'slow and not gpu'
+
+reliability: $(VENV)/installed-dev
+	PYTHONPATH=tests $(PY) -m pytest -q -m 'not gpu' -p reliability
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)

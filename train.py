@@ -6,7 +6,6 @@ for bit.
 """
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -17,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, metrics, plots, runfolder
-from nanope.configurator import configure, run
+from nanope import checkpoint, device, metrics, parallel, plots, runfolder
+from nanope.configurator import catch_signals, configure, run
 from nanope.evaluate import evaluate
 from nanope.files import lock_folder, write_json
 from nanope.loader import Data
@@ -39,7 +38,7 @@ class TrainConfig(GPTConfig):
     # data
     dataset: str = 'shakespeare'        # folder under data/, see prepare.py
     batch_size: int = 16                # rows of block_size tokens a micro-batch
-    gradient_accumulation_steps: int = 1  # micro-batches an update
+    gradient_accumulation_steps: int = 1  # micro-batches an update, of all processes together
     # optimizer: AdamW
     max_iters: int = 1000               # updates
     learning_rate: float = 6e-4         # peak
@@ -60,7 +59,7 @@ class TrainConfig(GPTConfig):
     wandb: Literal['off', 'online', 'offline'] = 'off'  # mirror metrics.jsonl to Weights & Biases
     wandb_project: str = 'nanope'
     # machine
-    device: str = 'auto'                # auto, cpu, cuda, cuda:1, mps
+    device: str = 'auto'                # auto, cpu, cuda, cuda:1, mps; under torchrun, cuda is one GPU a process
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights stay float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile
     threads: int | None = None          # CPU threads; none = torch's choice
@@ -74,6 +73,10 @@ class TrainConfig(GPTConfig):
         for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 found.append(f'{name}={getattr(self, name)} must not be negative')
+        parts, world = self.gradient_accumulation_steps, parallel.world
+        if parts % world:
+            near = ' or '.join(str(n) for n in (parts - parts % world, parts - parts % world + world) if n > 0)
+            found.append(f'gradient_accumulation_steps={parts} cannot be shared equally by {world} processes; {near} can')
         if self.seed >= 2**32:
             found.append(f'seed={self.seed} must be below 2**32')
         for name in ('beta1', 'beta2'):
@@ -92,49 +95,40 @@ def learning_rate_at(step, config):
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
 
 
-def catch_signals():
-    """The first SIGINT or SIGTERM is noted in the returned list; a second one ends the process at once, as without a handler."""
-    caught = []
+def update(model, optimizer, scaler, config, data, step, lr, device_name, autocast, caught):
+    """One update from the batch of `step`. Returns (loss, gradient norm, whether any process has caught a signal), the same in all
+    processes; changes no weight when loss or norm is not finite.
 
-    def note(number, frame):
-        caught.append(signal.Signals(number).name)
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, note)
-    return caught
-
-
-def update(model, optimizer, scaler, config, data, step, lr, device_name, autocast):
-    """One update from the batch of `step`. Returns (loss, gradient norm) as floats; changes no weight when either is not finite.
-
-    Dropout is seeded with (seed, step), so that there is no generator state to save."""
-    torch.manual_seed((config.seed * 1_000_003 + step) % 2**32)  # the CPU's generator reads no more than 32 bits
+    Dropout is seeded with (seed, step, rank), so that there is no generator state to save."""
+    seed = config.seed * 1_000_003 + step + parallel.rank * 0x9E3779B1  # the golden ratio: keeps the steps of all ranks apart
+    torch.manual_seed(seed % 2**32)  # the CPU's generator reads no more than 32 bits
     parts = config.gradient_accumulation_steps
-    x, y = data.train.batch(config.seed, step, config.batch_size * parts, config.block_size)
-    total = torch.zeros((), device=device_name)
-    for rows, targets in zip(x.split(config.batch_size), y.split(config.batch_size)):
+    x, y = (rows.split(config.batch_size) for rows in data.train.batch(config.seed, step, config.batch_size * parts, config.block_size))
+    share = slice(parallel.rank * parts // parallel.world, (parallel.rank + 1) * parts // parallel.world)
+    told = torch.zeros(2, device=device_name)  # loss, and signals
+    for rows, targets in zip(x[share], y[share]):
         with autocast():
             loss = model(rows.to(device_name), targets.to(device_name)) / parts
         scaler.scale(loss).backward()
-        total += loss.detach()
-    scaler.unscale_(optimizer)
+        told[0] += loss.detach()
+    told[1] = bool(caught)
     parameters = [p for group in optimizer.param_groups for p in group['params']]
+    parallel.add_up([told, *(p.grad for p in parameters)])
+    scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
-    loss, norm = total.item(), norm.item()
+    (loss, stop), norm = told.tolist(), norm.item()
     if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
         for group in optimizer.param_groups:
             group['lr'] = lr
         scaler.step(optimizer)  # skips the update itself where a scaled float16 gradient overflowed
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return loss, norm
+    return loss, norm, stop > 0
 
 
 def resume(found, config, data, model, optimizer, scaler, names, environment):
     """Put a checkpoint's weights and optimizer state in place. Returns its step."""
-    if found.state['data_digest'] != data.digest:
+    if found.state.get('data_digest') != data.digest:
         raise ValueError(f'data/{config.dataset} is not the data that {config.out_dir} was trained on (its digest differs): '
                          'prepare the same data, or start a run in another --out_dir')
     for name, value in environment.items():
@@ -146,9 +140,8 @@ def resume(found, config, data, model, optimizer, scaler, names, environment):
     moments = found.tensors('optim')
     if moments:  # AdamW has none before its first update
         checkpoint.load_optimizer(optimizer, moments, names, found.path)
-    if found.state['scaler']:  # empty where the run did not scale: then a new scaler finds its scale
+    if found.state.get('scaler'):  # empty where the run did not scale: then a new scaler finds its scale
         scaler.load_state_dict(found.state['scaler'])
-    metrics.rewind(config.out_dir, found.step)
     print(f'resuming {config.out_dir} at step {found.step}')
     return found.step
 
@@ -156,7 +149,8 @@ def resume(found, config, data, model, optimizer, scaler, names, environment):
 def crash(config, step, **facts):
     """Say what is not finite at which step and leave the last good checkpoint as it is. Returns the exit code."""
     facts = {'step': step, 'learning_rate': learning_rate_at(step, config), **{name: str(value) for name, value in facts.items()}}
-    write_json(os.path.join(config.out_dir, 'crash.json'), facts)
+    if parallel.rank == 0:
+        write_json(os.path.join(config.out_dir, 'crash.json'), facts)
     held = checkpoint.steps(config.out_dir)
     print(f'error: not finite: {", ".join(f"{name} {value}" for name, value in facts.items())}; stopped, with nothing of it saved. '
           f'The last checkpoint is step {held[-1] if held else "none"}; a lower learning_rate or longer warmup_iters may help',
@@ -165,7 +159,9 @@ def crash(config, step, **facts):
 
 
 def save(config, step, model, optimizer, scaler, names, data, environment, origin):
-    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints."""
+    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. Only rank 0 does."""
+    if parallel.rank:
+        return
     try:
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
     except ValueError:
@@ -202,6 +198,7 @@ def describe(config, model, data, reasons):
         print(f'warning: warmup_iters={config.warmup_iters} never ends within max_iters={config.max_iters}', file=sys.stderr)
 
 
+@parallel.ranks()
 def main(argv=None):
     config, rest = configure(TrainConfig, sys.argv[1:] if argv is None else argv)
     if rest:
@@ -220,12 +217,14 @@ def main(argv=None):
     if config.train_only == 'wpe' and config.wpe != 'learned':
         raise ValueError(f'--train_only=wpe: a model with wpe={config.wpe} has no position table to train')
 
-    device_name, why_device = device.resolve_device(config.device)
+    device_name, why_device = device.place(*device.resolve_device(config.device))
     dtype, why_dtype = device.resolve_dtype(config.dtype, device_name, config.n_embd)
     autocast = device.autocast(device_name, dtype)
-    lock = lock_folder(config.out_dir, 'trained')  # noqa: F841 (held until the process ends)
+    first = parallel.rank == 0
+    lock = lock_folder(config.out_dir, 'trained') if first else None  # noqa: F841 (held until the process ends)
+    parallel.join(f'{config} {data.digest} {resumed} {started}')
     caught = catch_signals()
-    if not resumed:
+    if first and not resumed:
         runfolder.clear(config.out_dir)
 
     model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed).to(device_name)
@@ -244,21 +243,24 @@ def main(argv=None):
     step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
     if resumed:
         step, origin = resume(resumed, config, data, model, optimizer, scaler, names, environment), resumed.state.get('origin')
-    write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
-    wandb = metrics.start_wandb(config.wandb, config.wandb_project, config.out_dir, asdict(config))
+    if first:
+        metrics.rewind(config.out_dir, step)
+        write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
+    wandb = metrics.start_wandb(config.wandb if first else 'off', config.wandb_project, config.out_dir, asdict(config))
 
     def record(event, **values):
-        metrics.append(config.out_dir, {'event': event, 'step': step, **values})
+        if first:
+            metrics.append(config.out_dir, {'event': event, 'step': step, **values})
         wandb('log', {f'{event}/{name}': value for name, value in values.items()}, step)
 
     def score(max_tokens=None):
         return evaluate(model, data.val, data.tokenizer.byte_lengths(), block_size=config.block_size, autocast=autocast,
-                        batch_size=config.eval_batch_size, max_tokens=max_tokens, stop=lambda: caught)
+                        batch_size=config.eval_batch_size, max_tokens=max_tokens, stop=lambda: parallel.any_rank(caught))
 
-    evaluated = any(r['event'] == 'eval' and r['step'] == step for r in metrics.read(config.out_dir))
+    evaluated = parallel.any_rank(first and any(r['event'] == 'eval' and r['step'] == step for r in metrics.read(config.out_dir)))
     peak = device.peak_flops(device_name, dtype)
     update_tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
-    seconds, result = None, None  # of an update, smoothed; of the last evaluation
+    seconds, result, stop = None, None, parallel.any_rank(caught)  # of an update, smoothed; of the last evaluation; in all processes
     model.train()
     with tqdm(total=config.max_iters, initial=step, desc=os.path.basename(os.path.normpath(config.out_dir)), dynamic_ncols=True,
               bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}| {postfix}', mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
@@ -267,7 +269,7 @@ def main(argv=None):
             last = step >= config.max_iters
             evaluating = (last or step % config.eval_interval == 0) and not evaluated
             saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
-            if (evaluating or saving or caught) and not all(p.isfinite().all() for p in names):
+            if (evaluating or saving or stop) and not all(p.isfinite().all() for p in names):
                 bar.close()
                 return crash(config, step, weights='nan or inf')
             if evaluating:
@@ -276,15 +278,17 @@ def main(argv=None):
                     record('eval', loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
                     bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
                     evaluated = True
-            if saving or caught:
+                stop = parallel.any_rank(caught)
+            if saving or stop:
                 save(config, step, model, optimizer, scaler, names, data, environment, origin)
-                if last or caught:  # only here: who stops has saved
+                stop = parallel.any_rank(caught)
+                if last or stop:  # only here: who stops has saved
                     break
 
             # one update
             started = time.perf_counter()
             lr = learning_rate_at(step, config)
-            loss, norm = update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast)
+            loss, norm, stop = update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast, caught)
             if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
                 bar.close()
                 return crash(config, step, loss=loss, grad_norm=norm)
@@ -293,23 +297,26 @@ def main(argv=None):
             if step % config.log_interval == 0 or step + 1 == config.max_iters:
                 record('train', loss=loss, lr=lr, grad_norm=norm if math.isfinite(norm) else None, tokens_per_s=update_tokens / took)
             step, evaluated = step + 1, False
-            mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak:.1%}' if peak else ''
+            mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak / parallel.world:.1%}' if peak else ''
             left = bar.format_interval((config.max_iters - step) * seconds)
             bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
             bar.update()
-    if not caught:
+    if not stop:
         final = result if config.eval_tokens is None and result else score()
+        stop = not final
         if final:
             record('final', **{key: final[key] for key in ('loss', 'stderr', 'tokens', 'bits_per_byte')})
             print(f'{config.out_dir}: validation loss {final["loss"]:.4f} ± {final["stderr"]:.4f} on all {final["tokens"]:,} tokens, '
                   f'{final["bits_per_byte"]:.4f} bits a byte')
     try:
-        plots.loss_curves([config.out_dir], os.path.join(config.out_dir, 'loss.png'))
+        if first:
+            plots.loss_curves([config.out_dir], os.path.join(config.out_dir, 'loss.png'))
     except Exception as error:  # matplotlib is missing or broken: the run is none the worse
         print(f'warning: no loss.png: {error}', file=sys.stderr)
     wandb('finish')
-    if caught:
-        print(f'{caught[0]}: saved at step {step}; go on with the same command and --init_from=resume', file=sys.stderr)
+    if stop:
+        print(f'{"".join(caught[:1]) or "signal to another process"}: saved at step {step}; '
+              'go on with the same command and --init_from=resume', file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_DONE
 

@@ -12,18 +12,22 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import get_type_hints
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
+from nanope.configurator import fit
 from nanope.files import read_json, sha256, sync, write_json
 from nanope.tokenizer import from_json
 
 FORMAT = 1
 FILES = ('model.safetensors', 'optim.safetensors', 'state.json')
+MANIFEST = {'format': int, 'step': int, 'files': dict, 'environment': dict}  # what there must be in manifest.json
+STATE = {'config': dict, 'tokenizer': dict}  # and in state.json
 
 
 @dataclass
@@ -131,17 +135,31 @@ def verify(path):
     manifest = read_json(manifest_path)
     if manifest.get('digest') != seal(manifest):
         raise ValueError(f'{manifest_path} is damaged (its digest does not match)')
-    if manifest['format'] > FORMAT:
+    if isinstance(manifest.get('format'), int) and manifest['format'] > FORMAT:
         raise NewerFormat(f'{path} was written by a newer nanoPE (format {manifest["format"]}, this one reads {FORMAT}): update nanoPE')
+    check_kinds(manifest, MANIFEST, manifest_path)
+    if os.path.basename(path) != os.path.basename(step_folder('', manifest['step'])):
+        raise ValueError(f'{manifest_path} is of step {manifest["step"]}, which belongs in another folder')
     for name in FILES:
-        file, expected = os.path.join(path, name), manifest['files'][name]
+        file, expected = os.path.join(path, name), manifest['files'].get(name)
+        check_kinds({name: expected}, {name: dict}, manifest_path)
+        check_kinds(expected, {'bytes': int, 'sha256': str}, manifest_path)
         if not os.path.exists(file):
             raise ValueError(f'{file} is missing')
         if os.path.getsize(file) != expected['bytes']:
             raise ValueError(f'{file} has {os.path.getsize(file):,} bytes instead of {expected["bytes"]:,}')
         if sha256(file) != expected['sha256']:
             raise ValueError(f'{file} is damaged (its sha256 does not match manifest.json)')
-    return Checkpoint(path, manifest['step'], read_json(os.path.join(path, 'state.json')), manifest['environment'])
+    state = read_json(os.path.join(path, 'state.json'))
+    check_kinds(state, STATE, os.path.join(path, 'state.json'))
+    return Checkpoint(path, manifest['step'], state, manifest['environment'])
+
+
+def check_kinds(content, kinds, path):
+    """Raises ValueError where a dict that was read from path lacks one of the keys of kinds, or has a value of another kind there."""
+    odd = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
+    if odd:
+        raise ValueError(f'{path} is not what nanoPE writes: {", ".join(odd)} is missing or of the wrong kind')
 
 
 def no_checkpoint(run):
@@ -184,9 +202,12 @@ def load(run, step='latest'):
 
 
 def model_config(checkpoint):
-    """The GPTConfig that a checkpoint was trained with."""
-    names = {field.name for field in fields(GPTConfig)}
-    return GPTConfig(**{key: value for key, value in checkpoint.state['config'].items() if key in names})
+    """The GPTConfig that a checkpoint was trained with. Raises ValueError where its settings are none."""
+    hints = get_type_hints(GPTConfig)
+    try:
+        return GPTConfig(**{key: fit(key, [value], hints) for key, value in checkpoint.state['config'].items() if key in hints})
+    except ValueError as error:
+        raise ValueError(f'{checkpoint.path}/state.json: {error}') from None
 
 
 def check_fit(shapes, tensors, where):
@@ -228,8 +249,13 @@ def load_optimizer(optimizer, tensors, names, where):
 def load_model(run, step='latest', device='cpu'):
     """(model, tokenizer, checkpoint) of a run folder, ready for inference. Everything comes from the checkpoint."""
     checkpoint = load(run, step)
+    config, tensors = model_config(checkpoint), checkpoint.tensors('model')
+    tokens = {'transformer.wte.weight': torch.Size([config.padded_vocab_size, config.n_embd])}
+    check_fit(tokens, {name: tensors[name] for name in tokens if name in tensors}, checkpoint.path)
+    if config.n_layer > len(tensors):  # before a model of any size is built
+        raise ValueError(f'{checkpoint.path} has {len(tensors)} tensors, too few for n_layer={config.n_layer}')
     with torch.device('meta'):  # no memory and no time for weights that are about to be replaced
-        model = GPT(model_config(checkpoint), seed=None)
+        model = GPT(config, seed=None)
     model.to_empty(device=device)
-    load_weights(model, checkpoint.tensors('model'), checkpoint.path)
+    load_weights(model, tensors, checkpoint.path)
     return model.eval(), from_json(checkpoint.state['tokenizer']), checkpoint

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import runpy
+import signal
 import sys
 import textwrap
 import tokenize
@@ -162,6 +163,20 @@ def comments(klass):
             if field:
                 found.setdefault(field[2], []).append(token.string.lstrip('# '))
     return found
+
+
+def catch_signals():
+    """The first SIGINT or SIGTERM is noted in the returned list; a second one ends the process at once, as without a handler."""
+    caught = []
+
+    def note(number, frame):
+        caught.append(signal.Signals(number).name)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, note)
+    return caught
 
 
 def run(main):

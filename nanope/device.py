@@ -6,6 +6,8 @@ import sys
 
 import torch
 
+from nanope import parallel
+
 # Dense bf16/fp16 peak of one card, FLOP/s, from the makers' data sheets. A name that is not here gets no MFU rather than a wrong one.
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12, 'A10G': 70e12,
               'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12}
@@ -32,6 +34,20 @@ def resolve_device(device):
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f'device={device} cannot be used ({first_line(error)}); try --device=cpu') from None
     return device, 'as asked'
+
+
+def place(device, reason):
+    """(device, reason) for this one of several processes: the second one on a machine gets 'cuda:1'. ValueError where it is not there."""
+    if parallel.world == 1:
+        return device, reason
+    if device == 'cpu':
+        return device, f'{reason}; {parallel.world} processes share the work'
+    here, there, mine = int(os.environ['LOCAL_WORLD_SIZE']), torch.cuda.device_count(), f'cuda:{os.environ["LOCAL_RANK"]}'
+    if device != 'cuda' or here > there:
+        what = f'{here} processes, but {there} GPUs' if device == 'cuda' else f'{parallel.world} processes cannot share device={device}'
+        raise ValueError(f'{what}: start one process a GPU with --device=cuda, or use --device=cpu')
+    torch.cuda.set_device(mine)
+    return mine, f'a GPU for each of {parallel.world} processes'
 
 
 def first_line(error):
@@ -106,9 +122,10 @@ def peak_flops(device, dtype):
 
 def environment(device, dtype, compiled):
     """What must be equal for a resumed run to repeat the same bits: a dict of plain values, kept in every checkpoint's manifest."""
-    on_cuda = torch.device(device).type == 'cuda'
-    return {'torch': torch.__version__, 'python': platform.python_version(), 'device': device, 'dtype': dtype, 'compile': compiled,
-            'device_name': torch.cuda.get_device_name(device) if on_cuda else cpu_name(), 'threads': torch.get_num_threads()}
+    kind = torch.device(device).type
+    return {'torch': torch.__version__, 'python': platform.python_version(), 'device': kind, 'dtype': dtype, 'compile': compiled,
+            'device_name': torch.cuda.get_device_name(device) if kind == 'cuda' else cpu_name(), 'threads': torch.get_num_threads(),
+            'processes': parallel.world}
 
 
 def cpu_name():

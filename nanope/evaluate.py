@@ -4,6 +4,8 @@ import math
 import numpy as np
 import torch
 
+from nanope import parallel
+
 
 def windows(tokens, block_size, max_tokens=None, stride=None):
     """Where to score: (starts, first), two int arrays. Window i has inputs starts[i] .. +block_size-1, counts its targets from first[i] on.
@@ -63,9 +65,10 @@ def evaluate(model, file, byte_lengths, *, block_size, autocast, batch_size=16, 
     each one, float64 (windows, block_size), nan where it does not count."""
     starts, first = windows(file.tokens, block_size, max_tokens, stride)
     rows = file.rows(starts, block_size + 1)
-    losses = token_losses(model, rows, autocast=autocast, batch_size=batch_size, stop=stop)
+    losses = token_losses(model, parallel.share(rows), autocast=autocast, batch_size=batch_size, stop=stop)
     if losses is None:
         return None
+    losses = parallel.gather(losses)[:len(rows)]
     counted = np.arange(block_size) >= first[:, None]  # (windows, T)
     sums, counts = (losses * counted).sum(axis=1), counted.sum(axis=1)
     loss, stderr = mean_and_stderr(sums, counts)

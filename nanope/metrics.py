@@ -5,7 +5,7 @@ import sys
 
 
 def append(run, record):
-    """Add one record (a flat dict with 'event' and 'step')."""
+    """Add one record: a flat dict with 'event', 'step' and 'loss'."""
     with open(os.path.join(run, 'metrics.jsonl'), 'a', encoding='utf-8') as file:
         file.write(json.dumps(record) + '\n')
 
@@ -20,9 +20,10 @@ def read(run):
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and isinstance(record.get('step'), int) and 'event' in record:
+            kinds = ('event', str), ('step', int), ('loss', (int, float))
+            if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in kinds):
                 records.append(record)
     return records
 

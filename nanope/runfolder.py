@@ -43,10 +43,11 @@ def find_start(config, tokenizer):
 
 def adopt(config, found):
     """Set what the model is to what a checkpoint says."""
-    for name in IDENTITY & found.state['config'].keys():
-        if getattr(config, name) != found.state['config'][name]:
-            print(f'{name}={found.state["config"][name]}, from {found.path}')
-            setattr(config, name, found.state['config'][name])
+    saved = checkpoint.model_config(found)
+    for name in sorted(IDENTITY & found.state['config'].keys()):
+        if getattr(config, name) != getattr(saved, name):
+            print(f'{name}={getattr(saved, name)}, from {found.path}')
+            setattr(config, name, getattr(saved, name))
 
 
 def check_resume(config, saved):

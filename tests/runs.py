@@ -46,15 +46,15 @@ def train(place, plot=False, **settings):
             signal.signal(each, handler)
 
 
-def fork_train(place, before=lambda: None, **settings):
-    """The same in a child process without the seconds that importing torch takes: returns its id. It prints into place/printed."""
+def fork_train(place, before=lambda: None, printed='printed', **settings):
+    """The same in a child process without the seconds that importing torch takes: returns its id. It prints into that file of place."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         os.chdir(place)
-        sys.stdout = sys.stderr = open('printed', 'w', buffering=1)
+        sys.stdout = sys.stderr = open(printed, 'w', buffering=1)
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         before()
         run(lambda: script.main(flags(**settings)))

@@ -13,6 +13,7 @@ from runs import fork_train, train, wait, weights
 from small import build
 
 ALL = (*checkpoint.FILES, 'manifest.json')
+STATE = {'config': {'lr': 0.1}, 'tokenizer': {'chars': 'ä'}, 'data_digest': '0', 'scaler': {}}
 EVIL = b"cos\nsystem\n(S'touch sentinel'\ntR."  # unpickled, it makes a file
 
 
@@ -28,8 +29,7 @@ def bits(tensor):
 
 
 def save(run, step):
-    state = {'config': {'lr': 0.1}, 'tokenizer': 'ä'}
-    return checkpoint.save(run, step, tensors(step), {'exp_avg.w': tensors(step)['w']}, state, {'torch': 'x'})
+    return checkpoint.save(run, step, tensors(step), {'exp_avg.w': tensors(step)['w']}, STATE, {'torch': 'x'})
 
 
 def is_step(found, step):
@@ -51,7 +51,7 @@ def test_round_trip(run):
     """Tensors, state and environment come back as they went in; a new save of a step replaces it."""
     found = checkpoint.load(run)
     assert is_step(found, 2) and is_step(checkpoint.load(run, 1), 1)
-    assert found.state == {'format': 1, 'step': 2, 'config': {'lr': 0.1}, 'tokenizer': 'ä'} and found.environment == {'torch': 'x'}
+    assert found.state == {'format': 1, 'step': 2, **STATE} and found.environment == {'torch': 'x'}
     digests = {name: files.sha256(f'{found.path}/{name}') for name in ALL}
     assert save(run, 2) == found.path and digests == {name: files.sha256(f'{found.path}/{name}') for name in ALL}
 
@@ -92,8 +92,9 @@ def full():
     raise OSError(28, 'No space left on device')
 
 
-def test_failed_save(run, tmp_path):
+def test_failed_save(run, tmp_path, record_property):
     """Disk full at every write to the disk: told with folder and size, nothing of the attempt stays, the next save succeeds."""
+    record_property('tries', n_calls(tmp_path))
     assert n_calls(tmp_path) >= 8  # two files of tensors, two of JSON, two folders, and three renames
     for number in range(n_calls(tmp_path)):
         told = r'run/ckpt/step_00000003 \([1-9]\d+ bytes\).*No space left'
@@ -111,8 +112,9 @@ def test_failed_save(run, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='kills a fork')
 @pytest.mark.parametrize('step', [2, 3])
-def test_killed_save(run, tmp_path, capfd, step):
+def test_killed_save(run, tmp_path, capfd, step, record_property):
     """SIGKILL at every write of a save of a new step or of one that is there: a whole checkpoint is found; the next save clears up."""
+    record_property('tries', n_calls(tmp_path))
     for number in range(n_calls(tmp_path)):
         child = os.fork()
         if not child:
@@ -189,6 +191,9 @@ def test_any_flipped_bit(run, tmp_path, data):
         checkpoint.load(run, 2)
     path.write_bytes(whole)
     checkpoint.load(run, 2)
+
+
+test_any_flipped_bit.tries = 200
 
 
 def reseal(folder, **changes):
@@ -276,7 +281,7 @@ def test_optimizer_state_that_does_not_fit(trained, case):
 def test_optimizer_round_trip(trained, tmp_path, fused):
     """After save and load, the next update changes every weight to the same bits as without."""
     model, optimizer, names = trained
-    path = checkpoint.save(tmp_path, 1, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors(optimizer, names), {}, {})
+    path = checkpoint.save(tmp_path, 1, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors(optimizer, names), STATE, {})
     other = build('learned', std=None)
     checkpoint.load_weights(other, checkpoint.verify(path).tensors('model'), path)
     other_names = {p: name for name, p in other.named_parameters()}

@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from nanope.configurator import configure
+from reliability import FAULTS
 from runs import ROOT
 from train import TrainConfig
 
@@ -51,7 +53,7 @@ def tops(names):
 
 def test_imports_point_downwards():
     """scripts -> nanope/ and model -> libraries."""
-    above = {*SCRIPTS, 'tests', 'runs', 'small', 'conftest'}
+    above = {*SCRIPTS, 'tests', 'runs', 'small', 'reliability', 'conftest'}
     for pattern, forbidden in (('*.py', above), ('nanope/*.py', above | {'config'}), ('data/**/*.py', above)):
         for name, tree in python_files(pattern):
             assert not tops(imports(tree)) & forbidden and '.' not in imports(tree), name
@@ -107,6 +109,12 @@ def test_no_file_reads_or_writes_a_pickle_or_evaluates_text():
     assert len(files) > 20
     for path in files:
         assert not dangers(ast.parse(path.read_text('utf-8'))), path
+
+
+def test_the_page_on_reliability_names_tests_that_exist():
+    there = {f'{Path(name).name}::{node.name}' for name, tree in python_files('tests/test_*.py') for node in tree.body
+             if isinstance(node, ast.FunctionDef)}
+    assert {test for *_, tests in FAULTS for test in tests.split()} <= there
 
 
 # ---- configs, requirements, lines, scripts ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 import prepare
 from nanope import corpus, writer
 from nanope.configurator import run
+from nanope.loader import Data
 from nanope.tokenizer import SEPARATOR, GPT2Tokenizer, from_json
 
 ROOT = Path(prepare.__file__).parent
@@ -291,6 +293,42 @@ def test_killed_many_times_is_the_same(here, capsys, workers):
     expected, args = openwebtext(capsys, 2000)
     assert run_killed(expected, 8, *args[:-1], f'--workers={workers}')
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='kills a fork')
+def test_killed_at_random_leaves_nothing_that_train_accepts(here, record_property):
+    """SIGKILL anywhere: train.py finds no data, or all of it; the next prepare.py makes the same files as one that was left alone."""
+    Path('text.txt').write_text(''.join(story + '\n' for story in stories(3000)), 'utf-8')
+    random, seen = np.random.default_rng(3), []
+
+    def prepare_fork(folder, seconds):
+        child = os.fork()
+        if not child:
+            sys.stdout = sys.stderr = open(os.devnull, 'w')
+            sys.argv = ['prepare.py', 'set', '--input=text.txt', '--tokenizer=char', f'--data_dir={folder}']
+            try:
+                run(prepare.main)
+            finally:
+                os._exit(0)
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    started = time.time()
+    prepare_fork('whole', None)
+    took = time.time() - started
+    for i in range(20):
+        prepare_fork(f'killed{i}', random.uniform(0, 1.2 * took))
+        try:
+            seen.append(Data(f'killed{i}/set').digest == Data('whole/set').digest)
+        except ValueError as error:
+            assert 'run: python prepare.py set' in str(error)
+            prepare_fork(f'killed{i}', None)
+        assert Data(f'killed{i}/set').digest == Data('whole/set').digest
+    record_property('tries', 20)
+    assert all(seen) and len(seen) < 20
 
 
 def test_progress_of_another_job_is_dropped(here):

@@ -1,0 +1,90 @@
+"""Several processes train one model, each on its part of every batch: torchrun starts them, here they meet and agree.
+Without torchrun there is one process, and all of this does nothing. Rank 0 alone prints, locks and writes.
+
+There is no DDP wrapper: train.py adds the gradients up after the last micro-batch. DDP around a compiled module would start no earlier,
+since the compiled backward hands over all gradients at its end; it would rename the parameters, and broadcast the tables of sinusoidal
+and RoPE before every update, a cost that learned does not have.
+"""
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+rank, world = 0, 1                # of this process, and how many there are
+PATIENCE = timedelta(minutes=30)  # with a process that is saving, compiling or drawing; one that has died is noticed at once
+
+
+@contextlib.contextmanager
+def ranks():
+    """Around main(): ranks but 0 are mute, and wait for rank 0 to join(), so that what is wrong for all is said once."""
+    global rank, world
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    with contextlib.ExitStack() as mute:  # an error leaves it, and is told by any rank
+        if rank and not {'-h', '--help'} & {*sys.argv}:
+            nowhere = mute.enter_context(open(os.devnull, 'w'))
+            mute.enter_context(contextlib.redirect_stdout(nowhere)), mute.enter_context(contextlib.redirect_stderr(nowhere))
+            connect()
+        yield
+        if world > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all when the first has ended
+            any_rank(False)  # nobody ends while another still works
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def all_there():
+    """Around what waits for other processes: the end of one of them is an error of one clear line."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition('\n')[0]
+        raise ConnectionError(f'rank {rank} has lost another of the {world} processes: it was killed or failed ({reason:.160}). The last '
+                              'checkpoint is whole: go on with the same command and --init_from=resume') from None
+
+
+def connect():
+    with all_there():  # gloo for what lies on the CPU, NCCL for what lies on GPUs
+        dist.init_process_group('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo', timeout=PATIENCE)
+
+
+def join(facts):
+    """Rank 0 lets the others go on; then ValueError unless facts (str) are the same for each."""
+    if rank == 0 and world > 1:
+        connect()
+    digests = gather(np.array([[*hashlib.sha256(facts.encode()).digest()]]))
+    odd = [str(i) for i, digest in enumerate(digests) if (digest != digests[0]).any()]
+    if odd:
+        raise ValueError(f'rank {", ".join(odd)} has other settings, data or checkpoints than rank 0: all machines must see the same')
+
+
+def add_up(tensors):
+    """Replace each tensor by its sum over all processes, all of them under way at once. Returns them."""
+    with all_there():
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors if world > 1]:
+            work.wait()
+    return tensors
+
+
+def any_rank(flag):
+    """Whether flag is true in any process: all must ask, and all get the same answer."""
+    return add_up([torch.tensor(float(bool(flag)))])[0].item() > 0
+
+
+def share(rows):
+    """This process's part of rows (N, ...): every world-th one, as many for each process, so that the first rows may be there twice."""
+    return rows[torch.arange(rank, len(rows) + -len(rows) % world, world) % len(rows)] if world > 1 else rows
+
+
+def gather(part):
+    """What was computed from share(), array (n, ...) -> that of all processes (n * world, ...), in the order that the rows had."""
+    parts = [torch.from_numpy(part.copy()) for _ in range(world)]
+    if world > 1:
+        with all_there():
+            dist.all_gather(parts, torch.from_numpy(part))
+    return torch.stack(parts, dim=1).flatten(0, 1).numpy()

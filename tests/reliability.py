@@ -1,0 +1,152 @@
+"""Writes docs/reliability.md from the tests it names: a pytest plugin, run by make reliability, which runs nothing else.
+
+What a fault is and how it is injected stands here; how often it was tried and what came out is counted."""
+import os
+import platform
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = Path(__file__).resolve().parents[1] / 'docs/reliability.md'
+
+# fault, how it is injected, what must happen, tests that do it
+FAULTS = [
+    ('stop and resume, every scheme', 'dropout, 2 micro-batches, evaluation and saving at other intervals after the stop',
+     'every loss and weight the same bits as never stopped',
+     'test_train.py::test_resume_is_never_having_stopped test_train.py::test_resume_with_other_intervals'),
+    ('SIGTERM or SIGINT in an update', 'sent by the process to itself', 'saved after that update, exit 75, resumed to the same bits',
+     'test_train.py::test_signal_in_an_update'),
+    ('SIGTERM before the first update, in an evaluation, in a save', 'sent right before the call', 'the same',
+     'test_train.py::test_signal_at_other_moments'),
+    ('SIGTERM while compiling', 'a process with torch.compile, 1.5 s after its start', 'the same',
+     'test_train.py::test_signal_while_compiling_for_real'),
+    ('SIGTERM or SIGINT at a moment nobody chose', 'a process as users start it', 'the same',
+     'test_train.py::test_signal_to_a_real_process'),
+    ('a second signal', 'sent after the first', 'ends at once; the checkpoint before is whole',
+     'test_train.py::test_second_signal_ends_at_once'),
+    ('SIGKILL at random moments', 'every other one at a random fsync of a save', 'resumed from a whole checkpoint to the same bits',
+     'test_train.py::test_sigkill_at_random_moments'),
+    ('SIGKILL at each step of a save', 'at every fsync and rename', 'a whole checkpoint is found, the next save clears up',
+     'test_checkpoint.py::test_killed_save'),
+    ('disk full', 'an error of every fsync and rename; RLIMIT_FSIZE', 'a message with path and bytes; the checkpoint before is whole',
+     'test_checkpoint.py::test_failed_save test_checkpoint.py::test_file_size_limit'),
+    ('run folder read-only, a file, or removed', 'chmod; a file in its place; deleted while training', 'an error with the path',
+     'test_train.py::test_read_only_folder test_train.py::test_folder_is_a_file test_train.py::test_folder_removed_while_training'),
+    ('one bit flipped in a checkpoint', 'any bit of any file', 'the file is named', 'test_checkpoint.py::test_any_flipped_bit'),
+    ('a checkpoint file cut, emptied, lengthened, missing', 'each file in ten ways',
+     'named; the step before is used with a warning, unless that one was asked for',
+     'test_checkpoint.py::test_damaged_file test_train.py::test_damaged_newest_checkpoint'),
+    ('a pickle in place of a file', 'each file, also with matching digests; meta.pkl', 'refused and not run',
+     'test_checkpoint.py::test_pickle_with_matching_digests test_data.py::test_nanogpt_pickle_is_not_read '
+     'test_house.py::test_no_file_reads_or_writes_a_pickle_or_evaluates_text'),
+    ('a checkpoint of a newer version or another model', 'edited manifest; other names and shapes; other settings',
+     'refused with every difference; nothing half loaded',
+     'test_checkpoint.py::test_newer_format test_checkpoint.py::test_weights_that_do_not_fit '
+     'test_checkpoint.py::test_optimizer_state_that_does_not_fit test_train.py::test_another_model_is_refused '
+     'test_train.py::test_change_of_course_needs_leave'),
+    ('another machine, thread count or number format on resume', 'another setting', 'recorded and warned about',
+     'test_train.py::test_other_environment_is_told'),
+    ('two runs in one folder', 'started while the first trains; after its SIGKILL', 'refused at once; then free',
+     'test_train.py::test_second_process_in_one_folder'),
+    ('numbers that are not finite', 'nan and inf in a weight, a gradient, one micro-batch of four; in the weights before a save',
+     'exit 65 before the update; the last good checkpoint stays',
+     'test_train.py::test_not_finite_stops_before_the_update test_train.py::test_weights_that_are_not_finite_are_not_saved'),
+    ('data replaced before resuming', 'other text, same characters', 'refused by digest',
+     'test_train.py::test_data_replaced_between_save_and_resume'),
+    ('bad token files', 'empty, odd, cut, lengthened, changed, ids out of range, too short', 'refused before the model is built',
+     'test_data.py::test_bad_data_is_refused test_data.py::test_lying_max_id_is_caught_in_the_batch test_data.py::test_file_cut_while_open '
+     'test_data.py::test_too_short_for_a_row test_data.py::test_shortest_data_trains'),
+    ('prepare.py killed', 'SIGKILL at random moments', 'train.py finds all of the data or none; run again, the same files',
+     'test_prepare.py::test_killed_at_random_leaves_nothing_that_train_accepts test_prepare.py::test_killed_many_times_is_the_same'),
+    ('wandb fails', 'in import, init, log, finish', 'one warning; the same losses', 'test_train.py::test_wandb_that_fails'),
+    ('two processes', 'forks; torchrun; two torchrun agents', 'the losses of one process, to rounding',
+     'test_parallel.py::test_two_ranks_are_one_process test_parallel.py::test_torchrun test_parallel.py::test_two_machines'),
+    ('two processes: SIGTERM to one', 'in an update, an evaluation, a save; at a moment nobody chose',
+     'both save the same step within 30 s, exit 75, resumed to the same bits', 'test_parallel.py::test_sigterm_to_one_rank'),
+    ('two processes: SIGKILL of one', 'in an update, an evaluation, a save, at the start',
+     'the other ends with one line within 30 s; resumed to the same bits', 'test_parallel.py::test_killed_rank_ends_the_run'),
+    ('torchrun or one of its processes stopped', 'SIGTERM, SIGINT, SIGKILL', 'the same', 'test_parallel.py::test_torchrun_stopped'),
+    ('two processes: nan in one', 'a forward hook', 'both exit 65 at the same update',
+     'test_parallel.py::test_not_finite_in_one_rank_stops_all'),
+    ('one process, then two, then one', 'resumed', 'the same batches, losses to rounding; warned and recorded',
+     'test_parallel.py::test_from_one_process_to_two_and_back'),
+    ('machines that see different files', 'an older checkpoint in the folder of one', 'refused before the first update',
+     'test_parallel.py::test_machines_with_different_files'),
+    ('odd checkpoints', 'random bytes and values, also with matching digests', 'a result or one clear error',
+     'test_fuzz.py::test_damaged_checkpoint_files test_fuzz.py::test_hostile_checkpoint_files'),
+    ('odd data', 'random bytes and values in meta.json and .bin', 'the same', 'test_fuzz.py::test_odd_meta test_fuzz.py::test_odd_tokens'),
+    ('odd metrics.jsonl', 'random records, bytes, torn lines', 'passed over; the run resumes', 'test_fuzz.py::test_odd_metrics'),
+    ('odd command lines and config files', 'random words, values, text', 'a result or one clear error',
+     'test_fuzz.py::test_odd_command_lines test_fuzz.py::test_odd_runs'),
+    ('20,000 updates', 'evaluations and checkpoints between them', 'memory within 5%, files and threads flat',
+     'test_long.py::test_memory_files_and_threads_stay_flat'),
+    ('a file of 3.2 billion tokens', 'sparse, 6.4 GB', 'read and drawn beyond 2^31; memory within 5%',
+     'test_long.py::test_more_than_2_to_the_31_tokens'),
+]
+outcomes = defaultdict(list)  # 'test_train.py::test_x' -> [(passed, tries, note)]
+
+
+def name_of(nodeid):
+    return nodeid.rpartition('/')[2].partition('[')[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    wanted = {test for *_, tests in FAULTS for test in tests.split()}
+    missing = wanted - {name_of(item.nodeid) for item in items}
+    if missing:
+        raise pytest.UsageError(f'tests that reliability.py names, but that are not there: {sorted(missing)}')
+    config.hook.pytest_deselected(items=[item for item in items if name_of(item.nodeid) not in wanted])
+    items[:] = [item for item in items if name_of(item.nodeid) in wanted]
+    for item in items:
+        if hasattr(item.obj, 'tries'):
+            item.user_properties.append(('tries', item.obj.tries))
+
+
+def pytest_runtest_logreport(report):
+    if report.when == 'call' or report.failed:
+        properties = dict(report.user_properties)
+        outcomes[name_of(report.nodeid)].append((report.passed, properties.get('tries', 1), properties.get('result')))
+
+
+def row(fault, how, expected, tests):
+    cases = [case for test in tests.split() for case in outcomes[test]]
+    failed, notes = sum(not passed for passed, *_ in cases), '; '.join(note for *_, note in cases if note)
+    result = 'not run' if not cases else f'**{failed} of {len(cases)} tests failed**' if failed else f'held: {expected}'
+    return f'| {fault} | {how} | {sum(tries for _, tries, _ in cases)} | {result}{f" ({notes})" if notes else ""} |'
+
+
+def pytest_sessionfinish():
+    if not outcomes:
+        return
+    rows = '\n'.join(row(*each) for each in FAULTS)
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(f"""# Reliability: what was broken on purpose, and what happened
+
+Written by `make reliability` (torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()},
+{os.cpu_count()} CPU cores, no GPU); the list of faults and the tests behind them are in `tests/reliability.py`. A try is one fault
+injected.
+
+| fault | how injected | tries | result |
+|---|---|---|---|
+{rows}
+
+## Where exactness ends
+
+A resumed run repeats the bits of one that was never stopped on the same machine with the same versions, device, number format, compiler
+setting, CPU threads and number of processes. Elsewhere it sees the same batches in the same order and, to rounding, the same losses:
+
+- **Another number of CPU threads or processes** adds in another order. Two processes and one micro-batch each happened to give the same
+  bits here, since adding two numbers has one order; more of them need not.
+- **Another machine or version of torch** may choose other kernels.
+- **CUDA**: some kernels (the gradient of an embedding, attention backward) add in an order that changes from run to run; there is no
+  promise of bits, and it has not been measured on a GPU yet.
+- **torch.compile** rounds otherwise than eager mode.
+
+Each of these is recorded in the `environment` of a checkpoint's manifest.json, and a resume that differs in one of them says so.
+
+Not tried, for want of GPUs: NCCL. A killed process may leave the others waiting inside a GPU kernel; then torchrun ends them after 30
+seconds, with its own report instead of our line. torchrun itself exits with 1 whatever the processes' own code was, which its report shows.
+""", encoding='utf-8')
