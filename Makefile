@@ -8,9 +8,9 @@ SCHEMES := learned sinusoidal rope
 
 demo: $(VENV)/installed
 	$(PY) prepare.py shakespeare
-	for wpe in $(SCHEMES); do $(PY) train.py config/shakespeare_$$wpe.py --overwrite=true || exit $$?; done
-	for wpe in $(SCHEMES); do $(PY) sample.py --out_dir=out/shakespeare_$$wpe --start='O Romeo' --max_new_tokens=300 || exit $$?; done
-	$(PY) compare.py $(SCHEMES:%=out/shakespeare_%)
+	for wpe in $(SCHEMES); do $(PY) train.py config/shakespeare_$$wpe.py --out_dir=out/demo_$$wpe --init_from=auto || exit $$?; done
+	for wpe in $(SCHEMES); do $(PY) sample.py --out_dir=out/demo_$$wpe --start='O Romeo' --max_new_tokens=300 || exit $$?; done
+	$(PY) compare.py $(SCHEMES:%=out/demo_%) --to=out/demo
 
 test: $(VENV)/installed-dev
 	$(PY) -m pytest -q
@@ -22,6 +22,7 @@ reliability: $(VENV)/installed-dev
 	PYTHONPATH=tests $(PY) -m pytest -q -m 'not gpu' -p reliability
 
 $(VENV)/installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoPE needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
@@ -31,4 +32,4 @@ $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV)

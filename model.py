@@ -164,7 +164,8 @@ def alibi_slopes(n_head):
 def rotate(x, cos, sin):
     """Turn the pairs (x[i], x[i + D/2]) of x (..., D) by the angles in cos and sin (broadcastable to (..., D/2)).
 
-    The pairing is half-split (GPT-NeoX, Llama). cos and sin are float32, so the products are float32 whatever x is; the result has x's dtype."""
+    The pairing is half-split (GPT-NeoX, Llama). cos and sin are float32, so the products are float32 whatever x is; the result
+    has x's dtype."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
@@ -334,7 +335,7 @@ class GPT(nn.Module):
 
         start: position of the first token (with a cache: where the cache stands). last_only: logits of the last token alone.
         Returns float logits (B, T or 1, V); with targets the cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or
-        'none' (B, T). Raises ValueError where a learned table has no row for a position; the other schemes are defined at every position."""
+        'none' (B, T). Raises ValueError where a learned table has no row for a position; other schemes are defined at every one."""
         B, T = idx.size()
         start = start if cache is None else cache.position
         if self.config.wpe == 'learned' and start + T > self.config.block_size:  # here, since on CUDA it would be a device assert
@@ -356,7 +357,7 @@ class GPT(nn.Module):
             query = torch.arange(start, start + T, device=idx.device)
             key = query if cache is None else cache.key_positions(T, idx.device)
             distance = query[:, None] - key                       # (T, S)
-            bias = (-self.wpe_table[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)  # (H, T, S)
+            bias = (-self.wpe_table[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)[None]  # (1, H, T, S)
         x = self.transformer.drop(x)
         for block in self.transformer.h:
             x = block(x, rope, bias, cache)
@@ -416,7 +417,7 @@ class GPT(nn.Module):
         return line
 
     def flops_per_token(self):
-        """Floating-point operations of one training step a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B), N without wpe."""
+        """Floating-point operations a token of one training step: 6 N + 12 L C T (PaLM, appendix B), N without wpe."""
         count, config = self.parameter_counts(), self.config
         return 6 * (count['total'] - count['wpe']) + 12 * config.n_layer * config.n_embd * config.block_size
 

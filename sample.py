@@ -19,7 +19,8 @@ from nanope.configurator import configure, run
 class SampleConfig:
     out_dir: str = 'out/run'            # run folder to sample from
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint
-    start: str = '\n'                   # prompt, or FILE:path to read it from a file; <|endoftext|> is the separator
+    start: str | None = None            # prompt, or FILE:path to read it from a file; <|endoftext|> is the separator; none = a new
+                                        # line, where the vocabulary has one, else the separator
     num_samples: int = 1                # one after the other, each with its own seed
     max_new_tokens: int = 500           # in a sample
     temperature: float = 0.8            # 0 = always the likeliest token; below 1 safer, above 1 wilder
@@ -92,6 +93,8 @@ def main(argv=None):
     device_name, _ = device.resolve_device(config.device)
     model, tokenizer, found = checkpoint.load_model(config.out_dir, config.step, device_name)
     dtype, _ = device.resolve_dtype(config.dtype, device_name, model.config.n_embd)
+    if config.start is None:
+        config.start = '\n' if '\n' in getattr(tokenizer, 'chars', '\n') else '<|endoftext|>'
     prompt = tokenizer.encode_prompt(read_prompt(config.start))
     if not prompt:
         raise ValueError('the prompt is empty: give --start=TEXT, at least one character')

@@ -153,7 +153,8 @@ def crash(config, step, **facts):
         write_json(os.path.join(config.out_dir, 'crash.json'), facts)
     held = checkpoint.steps(config.out_dir)
     print(f'error: not finite: {", ".join(f"{name} {value}" for name, value in facts.items())}; stopped, with nothing of it saved. '
-          f'The last checkpoint is step {held[-1] if held else "none"}; a lower learning_rate or longer warmup_iters may help',
+          f'{f"The last checkpoint is step {held[-1]}" if held else "There is no checkpoint"}; '
+          'a lower learning_rate or longer warmup_iters may help',
           file=sys.stderr)
     return EXIT_NONFINITE
 
@@ -263,7 +264,7 @@ def main(argv=None):
     seconds, result, stop = None, None, parallel.any_rank(caught)  # of an update, smoothed; of the last evaluation; in all processes
     model.train()
     with tqdm(total=config.max_iters, initial=step, desc=os.path.basename(os.path.normpath(config.out_dir)), dynamic_ncols=True,
-              bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}| {postfix}', mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
+              bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}|{postfix}', mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
         while True:
             # once in a while: evaluate, save, stop
             last = step >= config.max_iters
@@ -302,6 +303,7 @@ def main(argv=None):
             bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
             bar.update()
     if not stop:
+        print('evaluating on all validation tokens', flush=True)
         final = result if config.eval_tokens is None and result else score()
         stop = not final
         if final:
@@ -316,7 +318,7 @@ def main(argv=None):
     wandb('finish')
     if stop:
         print(f'{"".join(caught[:1]) or "signal to another process"}: saved at step {step}; '
-              'go on with the same command and --init_from=resume', file=sys.stderr)
+              'go on with the same command, --init_from=resume in it', file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_DONE
 

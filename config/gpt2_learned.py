@@ -1,5 +1,5 @@
 # GPT-2 124M with its learned position table on OpenWebText: 10 billion tokens, about the data set once.
-# One 80 GB GPU trains it in hours; on a 24 GB card halve batch_size and double gradient_accumulation_steps.
+# One 80 GB GPU trains it in hours; on a 24 GB card halve batch_size, double gradient_accumulation_steps and set eval_batch_size = 4.
 # The other config/gpt2_*.py change `wpe` and the run's name alone.
 dataset = 'openwebtext'
 out_dir = 'out/gpt2_learned'

@@ -82,7 +82,7 @@ def save(run, step, model, optim, state, environment):
     except (SafetensorError, OSError) as error:
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.values(), *optim.values()))
         raise OSError(f'could not write {target} ({n_bytes:,} bytes): {error}; '
-                      'free some space and resume: the checkpoints before this one are intact') from None
+                      'free some space; checkpoints from before are intact, and --init_from=resume goes on from them') from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target

@@ -195,4 +195,15 @@ def run(main):
         text = re.sub(r'^\[\w+ -?\d+\] ', '', str(error))  # an OSError without its [Errno 2]
         print('error: ' + text.replace('\n', '\n       '), file=sys.stderr)
         code = 2
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        print('error: out of memory: lower batch_size, eval_batch_size, block_size or n_embd', file=sys.stderr)
+        code = 2
     sys.exit(code)
+
+
+def out_of_memory(error):
+    """Whether Python, numpy, or torch on any device asked for more memory than there is."""
+    return (isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'
+            or "can't allocate memory" in str(error))

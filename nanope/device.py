@@ -2,6 +2,7 @@
 import contextlib
 import os
 import platform
+import re
 import sys
 
 import torch
@@ -95,6 +96,8 @@ def compile_model(model, compile, batch_size, device, autocast):
             loss = compiled(rows, rows)
         loss.backward()
         return compiled, True, reason
+    except torch.OutOfMemoryError:  # not the compiler's fault, and worse without it
+        raise
     except Exception as error:  # whatever the compiler's many parts may raise
         what = f'torch.compile failed ({type(error).__name__}: {first_line(error)})'
         if compile is True:
@@ -117,7 +120,9 @@ def peak_flops(device, dtype):
     if torch.device(device).type != 'cuda' or dtype == 'float32':
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for card, peak in PEAK_FLOPS.items() if card in name), None)
+    if re.search('Laptop|MIG|NVL', name):  # slower than the card they are named after
+        return None
+    return next((peak for card, peak in PEAK_FLOPS.items() if re.search(rf'\b{card}\b', name)), None)
 
 
 def environment(device, dtype, compiled):

@@ -43,7 +43,7 @@ class TokenFile:
         random = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
         starts = random.integers(0, self.tokens - block_size, size=n_rows)
         rows = self.rows(starts, block_size + 1)
-        return rows[:, :-1], rows[:, 1:]
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()  # as compile_model() tries them
 
 
 class Data:

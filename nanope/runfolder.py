@@ -27,8 +27,8 @@ def find_start(config, tokenizer):
         return found, None
     used = held or os.path.exists(os.path.join(config.out_dir, 'config.json'))
     if used and not (config.overwrite or config.init_from == 'auto'):
-        raise ValueError(f'{config.out_dir} already holds a run: go on with --init_from=resume, start anew with --overwrite=true, '
-                         'or give another --out_dir')
+        go_on = 'go on with --init_from=resume, ' if held else ''  # it may have ended before its first checkpoint
+        raise ValueError(f'{config.out_dir} already holds a run: {go_on}start anew with --overwrite=true, or give another --out_dir')
     if config.init_from in ('scratch', 'auto'):
         return None, None
     if os.path.realpath(config.init_from) == os.path.realpath(config.out_dir):
@@ -54,6 +54,8 @@ def check_resume(config, saved):
     """Compare a run's saved config with the present one: ValueError names every setting that must not, or not silently, differ."""
     changed = [name for name, value in asdict(config).items() if name in saved and saved[name] != value and name not in FREE]
     tell = [f'{name} was {saved[name]}, now {getattr(config, name)}' for name in changed]
+    if 'lr_decay_iters' in changed and config.lr_decay_iters == config.max_iters:
+        tell.append(f'it follows max_iters; --lr_decay_iters={saved["lr_decay_iters"]} keeps the schedule')
     if any(name in IDENTITY for name in changed):
         raise ValueError(f'{config.out_dir} holds another model: {"; ".join(tell)}. Use the saved settings or another --out_dir')
     if changed and not config.allow_change:

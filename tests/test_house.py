@@ -145,7 +145,7 @@ def test_no_line_is_longer_than_140_characters():
             lines = path.read_bytes().decode('utf-8').splitlines()
         except UnicodeDecodeError:                                # a picture
             continue
-        found += [f'{path.relative_to(ROOT)}:{i}' for i, line in enumerate(lines, 1) if len(line) > 140]
+        found += [f'{path.relative_to(ROOT)}:{i}' for i, line in enumerate(lines, 1) if len(line) > 140 and line[0] != '|']  # a table's row cannot be wrapped
     assert not found, found
 
 
