@@ -1,4 +1,4 @@
-"""Text -> token files: python prepare.py shakespeare, or: python prepare.py NAME --input=PATH
+"""Text -> token files: python prepare.py NAME --input=PATH, or, for the plays: python prepare.py shakespeare
 
     python prepare.py shakespeare                     the plays that come with nanoPE, by character; no network
     python prepare.py mydata --input=notes.txt        your text: .txt, .jsonl, .parquet, or a folder of one of them
@@ -33,28 +33,36 @@ class PrepareConfig:
     tokenizer: Literal['char', 'gpt2'] | None = None  # none = char below 20 million characters, gpt2 above
     text_column: str = 'text'           # field of .jsonl, column of .parquet
     split: Literal['documents', 'tail'] | None = None  # what to hold out; none = tail if there is one document
-    val_fraction: float | None = None   # how much to hold out for validation; none = 0.1, for sets on the hub 0.0005
+    val_fraction: float | None = None   # how much to hold out: of documents, one in round(1 / val_fraction);
+                                        # none = 0.1, for sets on the hub 0.0005
     max_documents: int | None = None    # use the first so many documents
     seed: int = 1337                    # draws which documents are held out
     workers: int | None = None          # processes that tokenise, 0 = none but this; none = one a CPU, at most 8
-    data_dir: str = 'data'              # where the folder NAME is made
 
     def problems(self):
         checks = [
             (self.val_fraction is None or 0 < self.val_fraction <= 0.5,
-             f'val_fraction must be above 0 and at most 0.5, not {self.val_fraction}.'),
+             f'val_fraction={self.val_fraction} must be above 0 and at most 0.5'),
             (self.max_documents is None or self.max_documents > 0,
-             f'max_documents must be positive or none, not {self.max_documents}.'),
-            (self.workers is None or 0 <= self.workers <= 64, f'workers must be 0 to 64, not {self.workers}.'),
+             f'max_documents={self.max_documents} must be positive or none'),
+            (self.workers is None or 0 <= self.workers <= 64, f'workers={self.workers} must be 0 to 64'),
         ]
         return [problem for fine, problem in checks if not fine]
 
 
 def main():
     config, rest = configure(PrepareConfig, sys.argv[1:])
+    paths = [word for word in rest if os.path.basename(word) != word or Path(word).suffix.lower() in corpus.READERS]
+    paths = paths or rest[1:]
+    if paths:  # as of: python prepare.py mydata notes.txt
+        name = rest[0] if rest[0] not in paths else 'NAME'
+        raise ValueError(f'{paths[0]} is no plain name; did you mean --input={paths[0]}, as in: python prepare.py {name} --input={paths[0]}')
     if len(rest) != 1 or not re.fullmatch(r'\w[\w.-]*', rest[0]) or rest[0] == 'gpt2':
         raise ValueError(f'one plain name is needed, not {rest or "none"}: python prepare.py NAME [--input=PATH]')
     name, hub = rest[0], corpus.HUB.get(rest[0])
+    if config.input and name == 'shakespeare':  # it would replace what runs were trained on
+        raise ValueError('shakespeare stands for the plays that come with nanoPE; for other text use another name: '
+                         f'python prepare.py mydata --input={config.input}')
     if not config.input and not hub and name != 'shakespeare':
         raise ValueError(f'{name} needs --input=PATH; without it there are shakespeare, {", ".join(corpus.HUB)}')
     if hub and (config.split == 'tail' or config.tokenizer == 'char'):
@@ -75,7 +83,7 @@ def main():
     tokenizer = choose_tokenizer(config, characters, alphabet)
     split, sentence = choose_split(config, fraction, documents, characters)
 
-    folder = os.path.join(config.data_dir, name)
+    folder = os.path.join('data', name)
     os.makedirs(folder, exist_ok=True)
     try:
         with FileLock(os.path.join(folder, '.lock'), timeout=0):
@@ -125,7 +133,7 @@ def choose_split(config, fraction, documents, characters):
 def write(config, folder, files, tokenizer, split, expected):
     """Write the parts, or the rest of them where an earlier run of the same job was stopped; returns the progress."""
     stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files if os.path.exists(file)]
-    job = (files, stats, tokenizer.to_json(), split, replace(config, workers=None, data_dir=''))
+    job = (files, stats, tokenizer.to_json(), split, replace(config, workers=None))
     progress = writer.read_progress(folder, hashlib.sha256(repr(job).encode()).hexdigest())
     done = progress['documents']
     if done:
@@ -154,7 +162,7 @@ def write(config, folder, files, tokenizer, split, expected):
 def print_need(hub, config):
     """Says how large a set on the hub is; returns about how many characters."""
     share = min(1, (config.max_documents or hub.documents) / hub.documents)
-    free = shutil.disk_usage(config.data_dir if os.path.isdir(config.data_dir) else '.').free
+    free = shutil.disk_usage('data' if os.path.isdir('data') else '.').free
     print(f'about {hub.documents * share:,.0f} documents, {hub.tokens * share:,.0f} tokens: they need '
           f'{hub.tokens * share * 2 / 1e9:.1f} GB of disk ({free / 1e9:.1f} GB free); stopped, it goes on if run again')
     return hub.characters * share
@@ -170,8 +178,16 @@ def print_summary(name, folder, meta, progress):
         print(f'  {progress["empty"]:,} empty documents were left out')
     if progress['special']:
         print(f'  warning: the text spells {SEPARATOR} {progress["special"]:,} times, kept as ordinary text')
-    config, usual = ('gpt2', 'openwebtext') if meta['train']['tokens'] > 1e8 else ('shakespeare', 'shakespeare')
-    print(f'next: python train.py config/{config}_rope.py' + f' --dataset={name}' * (name != usual))
+    large = meta['train']['tokens'] > 1e8
+    config, usual, length = ('gpt2', 'openwebtext', 1024) if large else ('shakespeare', 'shakespeare', 128)
+    command = f'python train.py config/{config}_rope.py' + f' --dataset={name}' * (name != usual)
+    part = min(writer.SPLITS, key=lambda part: meta[part]['tokens'])
+    tokens = meta[part]['tokens']
+    if tokens <= length:  # a row and its targets must fit
+        print(f'  {part} is short, {tokens} tokens: use more text, or a smaller --block_size than {length}')
+        command += f' --block_size={tokens - 1}'
+    if tokens > 1:
+        print(f'next: {command}')
 
 
 if __name__ == '__main__':

@@ -41,7 +41,9 @@ def configure(cls, argv):
     for complaint in complaints:
         named = [word for word in re.findall(r'\w+', complaint) if word in hints] or ['']
         if faulty.isdisjoint(named):  # else it speaks of a default that the user meant to replace
-            problems.append(origins.get(named[0], '') + complaint)
+            where = origins.get(named[0], '')
+            told = f'--{complaint} '.startswith(where.replace(': ', ' ') or ' ')  # it begins like the flag itself
+            problems.append(f'--{complaint}' if told else where + complaint)
     if problems:
         raise ValueError('\n'.join(' '.join(problem.split()) for problem in problems))
     return config, [arg for arg in argv if arg not in flags + files]
@@ -67,6 +69,8 @@ def read_file(path, hints, problems):
     for name, value in public.items():
         if name in hints or not (inspect.ismodule(value) or callable(value)):
             settings.append((f'{path}:{lines[name]}' if name in lines else path, name, [value]))
+    if not settings:
+        problems.append(f'{path} is no config file: it sets nothing')
     return settings
 
 
@@ -139,7 +143,10 @@ def nearest(word, names):
 def help_text(cls):
     """The usage, and every field of cls under the class that declares it, base first."""
     about = (sys.modules['__main__'].__doc__ or '').strip().partition('\n')[0]
-    lines = [f'usage: python {os.path.basename(sys.argv[0])} [config.py ...] [--name=value ...]', about]
+    command = f'python {os.path.basename(sys.argv[0])}'
+    words = re.match(r'(?: [^-,\s][^,\s]*)*', about.partition(command)[2])[0].split()  # of its example, up to a flag
+    words = [word for word in words if not word.endswith('.py')]
+    lines = [' '.join(['usage:', command, *words, '[config.py ...] [--name=value ...]']), about]
     hints = get_type_hints(cls)
     owners = {name: klass for klass in reversed(cls.__mro__) for name in inspect.get_annotations(klass)}
     for klass in [klass for klass in reversed(cls.__mro__) if klass in owners.values()]:

@@ -68,7 +68,14 @@ class Data:
             self.digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = error if isinstance(error, ValueError) else f'{path} is not a meta.json of nanoPE ({type(error).__name__}: {error})'
-            raise ValueError(f'{what}; run: python prepare.py {os.path.basename(os.path.normpath(folder))}') from None
+            raise ValueError(f'{what}; {self.hint(folder)}') from None
+
+    def hint(self, folder):
+        """What to do about a folder that cannot be opened."""
+        parent, name = os.path.split(os.path.normpath(folder))
+        if os.path.basename(parent) != 'data' or name == 'gpt2':  # as of dataset='' or 'a/b'; gpt2 holds a tokenizer
+            return 'dataset must be the name of a folder under data/ that prepare.py made'
+        return f'run: python prepare.py {name}'
 
     def open_split(self, folder, split):
         path = os.path.join(folder, f'{split}.bin')

@@ -3,6 +3,8 @@ import json
 import os
 import sys
 
+from nanope.files import read_json
+
 
 def append(run, record):
     """Add one record: a flat dict with 'event', 'step' and 'loss'."""
@@ -26,6 +28,24 @@ def read(run):
             if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in kinds):
                 records.append(record)
     return records
+
+
+def run_names(runs):
+    """What to call run folders: as many last parts of their paths as tell them apart, [str, ...]."""
+    paths = [os.path.abspath(run).split(os.sep) for run in runs]
+    for n in range(1, max(map(len, paths), default=0) + 1):
+        names = ['/'.join(path[-n:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return list(runs)
+
+
+def scheme_of(run):
+    """The wpe in a run folder's config.json, or None."""
+    try:
+        return str(read_json(os.path.join(run, 'config.json'))['wpe'])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def rewind(run, step):

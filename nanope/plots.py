@@ -3,21 +3,12 @@ import os
 import sys
 
 from nanope import metrics
+from nanope.configurator import run
 
 COLOURS = {'learned': '#0072B2', 'sinusoidal': '#D55E00', 'rope': '#009E73', 'none': '#6b6b6b', 'alibi': '#AA4499'}  # for all eyes
 OTHERS = '#0072B2', '#E69F00', '#009E73', '#882255', '#332288'
 LINES = '-', '--', ':', '-.'
 ROOM = 1.0  # nats above the lowest loss that a picture shows at most: past the trained length some schemes lose all sight of the rest
-
-
-def run_names(runs):
-    """What to call run folders: as many last parts of their paths as tell them apart, [str, ...]."""
-    paths = [os.path.abspath(run).split(os.sep) for run in runs]
-    for n in range(1, max(map(len, paths), default=0) + 1):
-        names = ['/'.join(path[-n:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return list(runs)
 
 
 def figure(columns=1):
@@ -149,7 +140,8 @@ def draw_differences(axes, schemes, look):
 def loss_curves(runs, path):
     """Loss curves of run folders into a PNG."""
     fig, (axes,) = figure()
-    draw_loss_curves(axes, {name: [run] for name, run in zip(run_names(runs), runs)}, styles([None] * len(runs)))
+    groups = {name: [run] for name, run in zip(metrics.run_names(runs), runs)}
+    draw_loss_curves(axes, groups, styles([metrics.scheme_of(run) for run in runs]))
     fig.savefig(path, dpi=180)
 
 
@@ -193,8 +185,16 @@ def comparison(report, path):
     fig.savefig(path, dpi=180)
 
 
-if __name__ == '__main__':
-    if len(sys.argv) < 2:
-        sys.exit('usage: python -m nanope.plots out/a out/b ...   writes loss.png')
-    loss_curves(sys.argv[1:], 'loss.png')
+def main():
+    runs = sys.argv[1:]
+    if {'-h', '--help'} & set(runs):
+        return print('usage: python -m nanope.plots out/a out/b ...   writes loss.png')
+    for path in runs or ['']:
+        if not os.path.isfile(os.path.join(path, 'metrics.jsonl')):
+            raise ValueError(f'{path or "no folder"} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...')
+    loss_curves(runs, 'loss.png')
     print('wrote loss.png')
+
+
+if __name__ == '__main__':
+    run(main)

@@ -3,7 +3,7 @@ import os
 
 from nanope import checkpoint
 from nanope.loader import Data
-from nanope.plots import run_names
+from nanope.metrics import run_names
 
 # Settings that a fair comparison may differ in: the scheme, the seed, and what does not change the course of training.
 MAY_DIFFER = {'wpe', 'seed', 'dataset', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',

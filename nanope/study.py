@@ -19,7 +19,7 @@ import time
 from nanope import checkpoint, metrics
 from nanope.configurator import read_file
 from nanope.files import lock_folder, read_json, write_json
-from nanope.plots import run_names
+from nanope.metrics import run_names
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EXIT_STOPPED = 75
