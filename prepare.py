@@ -56,7 +56,8 @@ def main():
     paths = paths or rest[1:]
     if paths:  # as of: python prepare.py mydata notes.txt
         name = rest[0] if rest[0] not in paths else 'NAME'
-        raise ValueError(f'{paths[0]} is no plain name; did you mean --input={paths[0]}, as in: python prepare.py {name} --input={paths[0]}')
+        raise ValueError(f'{paths[0]} is no plain name; did you mean --input={paths[0]}, as in: '
+                         f'python prepare.py {name} --input={paths[0]}')
     if len(rest) != 1 or not re.fullmatch(r'\w[\w.-]*', rest[0]) or rest[0] == 'gpt2':
         raise ValueError(f'one plain name is needed, not {rest or "none"}: python prepare.py NAME [--input=PATH]')
     name, hub = rest[0], corpus.HUB.get(rest[0])

@@ -42,8 +42,8 @@ def configure(cls, argv):
         named = [word for word in re.findall(r'\w+', complaint) if word in hints] or ['']
         if faulty.isdisjoint(named):  # else it speaks of a default that the user meant to replace
             where = origins.get(named[0], '')
-            told = f'--{complaint} '.startswith(where.replace(': ', ' ') or ' ')  # it begins like the flag itself
-            problems.append(f'--{complaint}' if told else where + complaint)
+            starts_with_flag = where == f'--{complaint.partition(" ")[0]}: '
+            problems.append(f'--{complaint}' if starts_with_flag else where + complaint)
     if problems:
         raise ValueError('\n'.join(' '.join(problem.split()) for problem in problems))
     return config, [arg for arg in argv if arg not in flags + files]

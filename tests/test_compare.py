@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 
 import compare as script
 from model import GPT, GPTConfig
-from nanope import plots, report as report_module
+from nanope import metrics, plots, report as report_module
 from nanope.configurator import run
 from nanope.files import write_json
 from runs import train
@@ -264,10 +265,10 @@ def test_runs_of_the_same_name_stay_apart(copy, figures):
 
 
 def test_names():
-    assert plots.run_names(['out/x', 'out/y/']) == ['x', 'y']
-    assert plots.run_names(['out/a/run', 'out/b/run', 'out/c']) == ['a/run', 'b/run', 'out/c']
-    assert plots.run_names(['/p/run', '/q/p/run']) == ['/p/run', 'q/p/run']
-    assert plots.run_names(['out/x']) == ['x'] and plots.run_names([]) == []
+    assert metrics.run_names(['out/x', 'out/y/']) == ['x', 'y']
+    assert metrics.run_names(['out/a/run', 'out/b/run', 'out/c']) == ['a/run', 'b/run', 'out/c']
+    assert metrics.run_names(['/p/run', '/q/p/run']) == ['/p/run', 'q/p/run']
+    assert metrics.run_names(['out/x']) == ['x'] and metrics.run_names([]) == []
 
 
 @pytest.mark.parametrize('runs', [1, 3, 9])
@@ -298,3 +299,34 @@ def test_runs_without_metrics_or_evaluations(tmp_path, figures):
     plots.loss_curves([tmp_path / 'empty', tmp_path / 'begun'], tmp_path / 'loss.png')
     plots.loss_curves([tmp_path / 'empty'], tmp_path / 'loss.png')
     assert len(figures) == 2
+
+
+def test_a_scheme_has_its_colour_in_loss_curves(tmp_path, figures):
+    rope, alibi = '{"wpe": "rope"}', '{"wpe": "alibi"}'
+    for name, config in zip('abcde', (rope, alibi, None, '{"wp', rope)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'metrics.jsonl').write_text('{"event": "train", "step": 0, "loss": 4.2}\n')
+        if config:
+            (tmp_path / name / 'config.json').write_text(config)
+    plots.loss_curves([tmp_path / name for name in 'abcde'], tmp_path / 'loss.png')
+    lines = figures[0].axes[0].get_lines()
+    rope, alibi, *others, second = [(line.get_color(), line.get_linestyle()) for line in lines]
+    assert (rope, alibi) == ((plots.COLOURS['rope'], '-'), (plots.COLOURS['alibi'], '-'))
+    assert second == (plots.COLOURS['rope'], '--') and len(set(others)) == 2
+
+
+def test_plots_as_a_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args):
+        monkeypatch.setattr(sys, 'argv', ['plots.py', *args])
+        with pytest.raises(SystemExit) as end:
+            run(plots.main)
+        return end.value.code, *capsys.readouterr()
+
+    for flag in ('-h', '--help'):
+        assert call('nowhere', flag) == (0, 'usage: python -m nanope.plots out/a out/b ...   writes loss.png\n', '')
+    for args, what in (((), 'no folder'), (('nowhere',), 'nowhere'), (('.',), '.')):
+        assert call(*args) == (2, '', f'error: {what} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...\n')
+    (tmp_path / 'metrics.jsonl').write_text('{"event": "train", "step": 0, "loss": 4.2}\n')
+    assert call('.')[:2] == (0, 'wrote loss.png\n') and (tmp_path / 'loss.png').exists()

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from nanope.configurator import configure, run
+from nanope.configurator import configure, help_text, run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -191,8 +191,14 @@ def test_all_problems_are_told_at_once(write):
         '--start=refused: start must not be refused.', '--seed=1: seed is in this too.']
 
 
+def test_a_file_that_sets_nothing(write):
+    for text in ('', '# seed = 1', 'import math\nfrom pathlib import Path\n_n = 1\ndef f(): pass\n'):
+        assert problems(write('a.py', text)) == ['a.py is no config file: it sets nothing']
+
+
 def test_a_problem_of_two_settings_stands_where_the_first_does(write):
     assert problems(write('a.py', 'n_layer = 5'), '--n_head=2') == ['a.py:1: n_layer=5 must be a multiple of n_head=2.']
+    assert problems('--n_layer=5', '--n_head=2') == ['--n_layer=5 must be a multiple of n_head=2.']  # the flag once
     assert problems('--n_head=5') == ['n_layer=12 must be a multiple of n_head=5.']
     assert problems('--n_head=five', '--n_layer=7') == ["--n_head=five: n_head must be int, not 'five'"]
 
@@ -231,6 +237,16 @@ def test_any_command_line_gives_a_config_or_a_value_error(argv):
 
 
 # ---- --help and run
+
+@pytest.mark.parametrize('about, usage', [
+    ('', ''), ('Trains: python x.py config/a.py --n=1', ''), ('Samples: python x.py --start="O Romeo"', ''),
+    ('Adds: python x.py NAME --input=PATH, or: python x.py b', ' NAME'),
+    ('Joins: python x.py out/a out/b', ' out/a out/b')])
+def test_usage_names_the_positionals_of_the_example(about, usage, monkeypatch):
+    monkeypatch.setattr(sys, 'argv', ['./x.py'])
+    monkeypatch.setattr(sys.modules['__main__'], '__doc__', about)
+    assert help_text(Shape).splitlines()[:2] == [f'usage: python x.py{usage} [config.py ...] [--name=value ...]', about]
+
 
 def test_help_lists_every_field_under_its_class(capsys):
     with pytest.raises(SystemExit) as end:

@@ -95,6 +95,14 @@ def test_bad_data_is_refused(place, case):
     assert not (place / 'sentinel').exists()
 
 
+@pytest.mark.parametrize('dataset', ['', '.', '..', 'a/b', 'gpt2'])
+def test_no_name_of_a_dataset(place, dataset):
+    """prepare.py makes no such folder, so it is not what to run."""
+    with contextlib.chdir(place), pytest.raises(ValueError, match='dataset must be the name of a folder') as error:
+        Data(os.path.join('data', dataset))
+    assert 'run: python' not in str(error.value)
+
+
 def test_nanogpt_pickle_is_not_read(place):
     """A folder as nanoGPT leaves it, with meta.pkl: it is no prepared data, and the pickle is not opened."""
     (place / 'data/tiny/meta.json').unlink()

@@ -1,4 +1,5 @@
 """prepare.py: formats, splits, parallel = serial, kill and resume, bad input, and what is left behind by a failure."""
+import contextlib
 import hashlib
 import http.server
 import itertools
@@ -45,7 +46,7 @@ def call(capsys, *args):
     return end.value.code, *capsys.readouterr()
 
 
-def spawn(*args, **environment):
+def spawn(*args, cwd=None, **environment):
     """prepare.py as a process that notes its progress after each of many small batches."""
     code = ('import sys, time\nfrom nanope import configurator, corpus, writer\nimport prepare\n'
             'corpus.BATCH, writer.SAVE_SECONDS, write_json = 20_000, 0, writer.write_json\n'
@@ -53,7 +54,7 @@ def spawn(*args, **environment):
             'writer.write_json = slow_write_json\n'
             'configurator.run(prepare.main)')
     return subprocess.Popen([sys.executable, '-c', code, *args], text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env={**os.environ, 'PYTHONPATH': str(ROOT), **environment})
+                            stderr=subprocess.PIPE, cwd=cwd, env={**os.environ, 'PYTHONPATH': str(ROOT), **environment})
 
 
 def load(folder):
@@ -255,18 +256,19 @@ def test_dead_worker_ends_the_run(here):
 
 def run_killed(expected, kills, *args):
     """Run prepare.py until it has noted progress, kill it, `kills` times; then to its end. True if that was resumed."""
-    progress, seen = Path('killed', 'openwebtext', 'progress.json'), b''
+    Path('killed').mkdir()
+    progress, seen = Path('killed/data/openwebtext/progress.json'), b''
     for _ in range(kills):
-        process = spawn('openwebtext', '--data_dir=killed', *args)
+        process = spawn('openwebtext', *args, cwd='killed')
         while process.poll() is None and (not progress.exists() or progress.read_bytes() == seen):
             time.sleep(0.005)
         process.kill()
         process.communicate()
         seen = progress.read_bytes() if progress.exists() else b''
-    assert not Path('killed', 'openwebtext', 'train.bin').exists()
-    out, err = (process := spawn('openwebtext', '--data_dir=killed', *args)).communicate()
+    assert not Path('killed/data/openwebtext/train.bin').exists()
+    out, err = (process := spawn('openwebtext', *args, cwd='killed')).communicate()
     assert (process.returncode, err) == (0, '')
-    assert files('killed/openwebtext') == expected
+    assert files('killed/data/openwebtext') == expected
     return 'going on after' in out
 
 
@@ -275,11 +277,13 @@ def openwebtext(capsys, n):
     Path('owt').mkdir()
     for i in range(2):
         write_parquet(f'owt/{i}.parquet', [*stories(n, 300, seed=i), None, ''])
-    args = '--input=owt', '--val_fraction=0.01', '--workers=0'
-    assert call(capsys, 'openwebtext', '--data_dir=whole', *args)[0] == 0
-    meta = load('whole/openwebtext')[0]
+    args = f'--input={Path("owt").absolute()}', '--val_fraction=0.01', '--workers=0'
+    Path('whole').mkdir()
+    with contextlib.chdir('whole'):
+        assert call(capsys, 'openwebtext', *args)[0] == 0
+    meta = load('whole/data/openwebtext')[0]
     assert meta['train']['documents'] + meta['val']['documents'] == 2 * n and meta['val']['documents'] == n // 50
-    return files('whole/openwebtext'), args
+    return files('whole/data/openwebtext'), args
 
 
 def test_killed_and_resumed_is_the_same(here, capsys):
@@ -299,14 +303,17 @@ def test_killed_many_times_is_the_same(here, capsys, workers):
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='kills a fork')
 def test_killed_at_random_leaves_nothing_that_train_accepts(here, record_property):
     """SIGKILL anywhere: train.py finds no data, or all of it; the next prepare.py makes the same files as one that was left alone."""
-    Path('text.txt').write_text(''.join(story + '\n' for story in stories(3000)), 'utf-8')
+    text = Path('text.txt').absolute()
+    text.write_text(''.join(story + '\n' for story in stories(3000)), 'utf-8')
     random, seen = np.random.default_rng(3), []
 
     def prepare_fork(folder, seconds):
+        Path(folder).mkdir(exist_ok=True)
         child = os.fork()
         if not child:
             sys.stdout = sys.stderr = open(os.devnull, 'w')
-            sys.argv = ['prepare.py', 'set', '--input=text.txt', '--tokenizer=char', f'--data_dir={folder}']
+            os.chdir(folder)
+            sys.argv = ['prepare.py', 'set', f'--input={text}', '--tokenizer=char']
             try:
                 run(prepare.main)
             finally:
@@ -322,11 +329,11 @@ def test_killed_at_random_leaves_nothing_that_train_accepts(here, record_propert
     for i in range(20):
         prepare_fork(f'killed{i}', random.uniform(0, 1.2 * took))
         try:
-            seen.append(Data(f'killed{i}/set').digest == Data('whole/set').digest)
+            seen.append(Data(f'killed{i}/data/set').digest == Data('whole/data/set').digest)
         except ValueError as error:
             assert 'run: python prepare.py set' in str(error)
             prepare_fork(f'killed{i}', None)
-        assert Data(f'killed{i}/set').digest == Data('whole/set').digest
+        assert Data(f'killed{i}/data/set').digest == Data('whole/data/set').digest
     record_property('tries', 20)
     assert all(seen) and len(seen) < 20
 
@@ -412,7 +419,11 @@ def test_bad_parquet(here, capsys):
 
 
 @pytest.mark.parametrize('args, message', [
-    ([], 'one plain name'), (['../a'], 'one plain name'), (['a', 'b'], 'one plain name'), (['gpt2'], 'one plain name'),
+    ([], 'one plain name'), (['-a'], 'written --name=value'), (['a', 'b'], 'prepare.py a --input=b$'),
+    (['../a'], 'prepare.py NAME --input=../a$'), (['a.txt'], 'did you mean --input=a.txt'),
+    (['a', 'b/c.txt'], 'a --input=b/c.txt$'),
+    (['shakespeare', '--input=mixed/a.txt'], 'use another name: python prepare.py mydata --input=mixed/a.txt$'),
+    (['gpt2'], 'one plain name'),
     (['a'], 'needs --input=PATH; without it there are shakespeare, openwebtext, fineweb_edu'),
     (['a', '--input=nowhere'], 'no such file or folder'), (['a', '--input=empty'], 'holds no such files'),
     (['a', '--input=mixed'], r'holds \.jsonl and \.txt files'), (['a', '--inptu=b'], 'did you mean input'),
@@ -427,8 +438,19 @@ def test_bad_request(here, capsys, args, message):
     Path('mixed/a.txt').write_text('some text')
     Path('mixed/b.jsonl').write_text('{}')
     code, _, err = call(capsys, *args)
-    assert code == 2 and re.search(message, err) and err.count('\n') == 1, err
+    assert code == 2 and re.search(message, err.rstrip('\n')) and err.count('\n') == 1, err
     assert not list(Path().glob('data/*/*.bin'))
+
+
+@pytest.mark.parametrize('characters, said', [
+    (1290, 'next: python train.py config/shakespeare_rope.py --dataset=a\n'),  # val: 129 of them, and the separator
+    (1270, 'val is short, 128 tokens: use more text, or a smaller --block_size than 128\n'
+           'next: python train.py config/shakespeare_rope.py --dataset=a --block_size=127\n'),
+    (20, '--dataset=a --block_size=2\n')])
+def test_next_command_fits_the_data(here, capsys, characters, said):
+    Path('a.txt').write_text('ab' * (characters // 2))
+    code, out, _ = call(capsys, 'a', '--input=a.txt')
+    assert code == 0 and out.replace('  val', 'val').endswith(said), out
 
 
 def test_too_few_documents_for_a_hub_set(here, capsys):
