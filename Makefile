@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 	$(PY) prepare.py shakespeare
 	for wpe in $(SCHEMES); do $(PY) train.py config/shakespeare_$$wpe.py --out_dir=out/demo_$$wpe --init_from=auto || exit $$?; done
 	for wpe in $(SCHEMES); do $(PY) sample.py --out_dir=out/demo_$$wpe --start='O Romeo' --max_new_tokens=300 || exit $$?; done
-	$(PY) compare.py $(SCHEMES:%=out/demo_%) --to=out/demo --context_tokens=4096 --trials=0
+	$(PY) compare.py $(SCHEMES:%=out/demo_%) --to=out/demo --eval_tokens=131072 --context_tokens=4096 --trials=0
 
 test: $(VENV)/installed-dev
 	$(PY) -m pytest -q
