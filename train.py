@@ -154,15 +154,12 @@ def crash(config, step, **facts):
     held = checkpoint.steps(config.out_dir)
     print(f'error: not finite: {", ".join(f"{name} {value}" for name, value in facts.items())}; stopped, with nothing of it saved. '
           f'{f"The last checkpoint is step {held[-1]}" if held else "There is no checkpoint"}; '
-          'a lower learning_rate or longer warmup_iters may help',
-          file=sys.stderr)
+          'a lower learning_rate or longer warmup_iters may help', file=sys.stderr)
     return EXIT_NONFINITE
 
 
 def save(config, step, model, optimizer, scaler, names, data, environment, origin):
-    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. Only rank 0 does."""
-    if parallel.rank:
-        return
+    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints."""
     try:
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
     except ValueError:
@@ -281,7 +278,8 @@ def main(argv=None):
                     evaluated = True
                 stop = parallel.any_rank(caught)
             if saving or stop:
-                save(config, step, model, optimizer, scaler, names, data, environment, origin)
+                if first:
+                    save(config, step, model, optimizer, scaler, names, data, environment, origin)
                 stop = parallel.any_rank(caught)
                 if last or stop:  # only here: who stops has saved
                     break

@@ -18,11 +18,14 @@ FAULTS = [
      'test_train.py::test_resume_is_never_having_stopped test_train.py::test_resume_with_other_intervals'),
     ('SIGTERM or SIGINT in an update', 'sent by the process to itself', 'saved after that update, exit 75, resumed to the same bits',
      'test_train.py::test_signal_in_an_update'),
-    ('SIGTERM before the first update, in an evaluation, in a save', 'sent right before the call', 'the same',
+    ('SIGTERM before the first update, in an evaluation, in a save', 'sent right before the call',
+     'what was done is saved, exit 75, resumed to the same bits',
      'test_train.py::test_signal_at_other_moments'),
-    ('SIGTERM while compiling', 'a process with torch.compile, 1.5 s after its start', 'the same',
+    ('SIGTERM while compiling', 'a process with torch.compile, 1.5 s after its start',
+     'saved before the first update, exit 75, resumed to the same bits',
      'test_train.py::test_signal_while_compiling_for_real'),
-    ('SIGTERM or SIGINT at a moment nobody chose', 'a process as users start it', 'the same',
+    ('SIGTERM or SIGINT at a moment nobody chose', 'a process as users start it',
+     'saved after the update at hand, exit 75, resumed to the same bits',
      'test_train.py::test_signal_to_a_real_process'),
     ('a second signal', 'sent after the first', 'ends at once; the checkpoint before is whole',
      'test_train.py::test_second_signal_ends_at_once'),
@@ -67,7 +70,8 @@ FAULTS = [
      'both save the same step within 30 s, exit 75, resumed to the same bits', 'test_parallel.py::test_sigterm_to_one_rank'),
     ('two processes: SIGKILL of one', 'in an update, an evaluation, a save, at the start',
      'the other ends with one line within 30 s; resumed to the same bits', 'test_parallel.py::test_killed_rank_ends_the_run'),
-    ('torchrun or one of its processes stopped', 'SIGTERM, SIGINT, SIGKILL', 'the same', 'test_parallel.py::test_torchrun_stopped'),
+    ('torchrun or one of its processes stopped', 'SIGTERM, SIGINT, SIGKILL, at a moment nobody chose',
+     'over within 30 s, resumed to the same bits', 'test_parallel.py::test_torchrun_stopped'),
     ('two processes: nan in one', 'a forward hook', 'both exit 65 at the same update',
      'test_parallel.py::test_not_finite_in_one_rank_stops_all'),
     ('one process, then two, then one', 'resumed', 'the same batches, losses to rounding; warned and recorded',
@@ -76,7 +80,8 @@ FAULTS = [
      'test_parallel.py::test_machines_with_different_files'),
     ('odd checkpoints', 'random bytes and values, also with matching digests', 'a result or one clear error',
      'test_fuzz.py::test_damaged_checkpoint_files test_fuzz.py::test_hostile_checkpoint_files'),
-    ('odd data', 'random bytes and values in meta.json and .bin', 'the same', 'test_fuzz.py::test_odd_meta test_fuzz.py::test_odd_tokens'),
+    ('odd data', 'random bytes and values in meta.json and .bin', 'a result or one clear error',
+     'test_fuzz.py::test_odd_meta test_fuzz.py::test_odd_tokens'),
     ('odd metrics.jsonl', 'random records, bytes, torn lines', 'passed over; the run resumes', 'test_fuzz.py::test_odd_metrics'),
     ('odd command lines and config files', 'random words, values, text', 'a result or one clear error',
      'test_fuzz.py::test_odd_command_lines test_fuzz.py::test_odd_runs'),
@@ -89,7 +94,7 @@ outcomes = defaultdict(list)  # 'test_train.py::test_x' -> [(passed, tries, note
 
 
 def name_of(nodeid):
-    return nodeid.rpartition('/')[2].partition('[')[0]
+    return nodeid.partition('[')[0].rpartition('/')[2]
 
 
 @pytest.hookimpl(trylast=True)
