@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -270,7 +271,7 @@ class GPT(nn.Module):
 
     def __init__(self, config, seed=1337):
         super().__init__()
-        self.config = config
+        self.config, self.checkpoint_blocks = config, False       # True: less memory in training, see forward()
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
             drop=nn.Dropout(config.dropout),
@@ -360,7 +361,8 @@ class GPT(nn.Module):
             bias = (-self.wpe_table[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)[None]  # (1, H, T, S)
         x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = block(x, rope, bias, cache)
+            recompute = self.checkpoint_blocks and self.training  # in the backward pass, instead of keeping what is inside a block
+            x = checkpoint(block, x, rope, bias, use_reentrant=False) if recompute else block(x, rope, bias, cache)
         if cache is not None:
             cache.position += T
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)

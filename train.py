@@ -16,11 +16,12 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, metrics, parallel, plots, runfolder
+from nanope import checkpoint, device, lr_range, metrics, monitor, parallel, plots, runfolder
 from nanope.configurator import catch_signals, configure, run
 from nanope.evaluate import evaluate
 from nanope.files import lock_folder, write_json
 from nanope.loader import Data
+from nanope.monitor import describe
 
 EXIT_DONE, EXIT_NONFINITE, EXIT_STOPPED = 0, 65, 75
 
@@ -49,6 +50,9 @@ class TrainConfig(GPTConfig):
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0              # norm; 0 = off
+    lr_range: str | None = None         # 1e-5:1 = instead of training try the learning rates between, and suggest one
+    patience: int | None = None         # stop after so many evaluations without an improvement; none = train to max_iters
+    min_delta: float = 0.0              # what an improvement must exceed, nats
     # evaluation, logging, checkpoints: none of these changes the course of training
     eval_interval: int = 250            # updates between evaluations; one more at the start and at the end
     eval_tokens: int | None = None      # validation tokens an evaluation on the way; none = all. The last one always uses all
@@ -56,6 +60,8 @@ class TrainConfig(GPTConfig):
     checkpoint_interval: int | None = None  # updates between checkpoints; none = eval_interval. One more at the end
     keep_checkpoints: int = 2           # the newest ones; the best is kept besides
     log_interval: int = 10              # updates between training records
+    sample_interval: int | None = None  # updates between texts drawn from the model; none = never
+    sample_tokens: int = 100            # tokens of each
     wandb: Literal['off', 'online', 'offline'] = 'off'  # mirror metrics.jsonl to Weights & Biases
     wandb_project: str = 'nanope'
     # machine
@@ -63,16 +69,20 @@ class TrainConfig(GPTConfig):
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights stay float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile
     threads: int | None = None          # CPU threads; none = torch's choice
+    checkpoint_blocks: bool = False     # keep the input of each block alone and compute the rest again: less memory, a third slower
+    shard: bool = False                 # several processes keep a part of weights and optimizer state each (FSDP2): for large models
 
     def problems(self):
         found = super().problems()
         for name in ('batch_size', 'gradient_accumulation_steps', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
-                     'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'lr_decay_iters', 'threads'):
+                     'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'lr_decay_iters', 'threads', 'patience', 'sample_interval',
+                     'sample_tokens'):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 found.append(f'{name}={getattr(self, name)} must be at least 1')
-        for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip'):
+        for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'min_delta'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 found.append(f'{name}={getattr(self, name)} must not be negative')
+        found += lr_range.problems(self)
         parts, world = self.gradient_accumulation_steps, parallel.world
         if parts % world:
             near = ' or '.join(str(n) for n in (parts - parts % world, parts - parts % world + world) if n > 0)
@@ -115,7 +125,7 @@ def update(model, optimizer, scaler, config, data, step, lr, device_name, autoca
     parameters = [p for group in optimizer.param_groups for p in group['params']]
     parallel.add_up([told, *(p.grad for p in parameters)])
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
+    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf))
     (loss, stop), norm = told.tolist(), norm.item()
     if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
         for group in optimizer.param_groups:
@@ -159,41 +169,23 @@ def crash(config, step, **facts):
 
 
 def save(config, step, model, optimizer, scaler, names, data, environment, origin):
-    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints."""
+    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. All ranks take part."""
+    weights = parallel.whole_dict(dict(model.named_parameters()))
+    moments = parallel.whole_dict(checkpoint.optimizer_tensors(optimizer, names))
+    if parallel.rank:
+        return
     try:
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
     except ValueError:
         state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
                  'scaler': scaler.state_dict(), 'origin': origin}
-        checkpoint.save(config.out_dir, step, dict(model.named_parameters()), checkpoint.optimizer_tensors(optimizer, names),
-                        state, environment)
+        checkpoint.save(config.out_dir, step, weights, moments, state, environment)
     evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
     held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
     if held:
         best = min(held, key=evals.get)
         checkpoint.mark_best(config.out_dir, best, evals[best])
     checkpoint.prune(config.out_dir, step, config.keep_checkpoints)
-
-
-def describe(config, model, data, reasons):
-    """Print what is about to be trained, on what, and why so."""
-    print(model.parameter_report())
-    rms = {'tokens': model.transformer.wte.weight[:config.vocab_size]}
-    if config.wpe == 'learned':
-        rms['positions'] = model.transformer.wpe.weight
-    elif config.wpe == 'sinusoidal':
-        rms['positions'] = model.wpe_table
-    print('embeddings, RMS at start: ' + ', '.join(f'{name} {t.detach().square().mean().sqrt():.4f}' for name, t in rms.items()))
-    for name, (value, reason) in reasons.items():
-        print(f'{name}: {value} ({reason})')
-    update = config.batch_size * config.gradient_accumulation_steps * config.block_size
-    print(f'data: {config.dataset}, {data.train.tokens:,} training tokens, {data.val.tokens:,} for validation; '
-          f'{update:,} tokens an update, {config.max_iters * update / data.train.tokens:.3g} passes over the data in all')
-    if update > data.train.tokens:
-        print(f'warning: one update covers {update:,} tokens, more than the {data.train.tokens:,} there are: '
-              'lower gradient_accumulation_steps or batch_size', file=sys.stderr)
-    if config.warmup_iters >= config.max_iters:
-        print(f'warning: warmup_iters={config.warmup_iters} never ends within max_iters={config.max_iters}', file=sys.stderr)
 
 
 @parallel.ranks()
@@ -210,6 +202,7 @@ def main(argv=None):
     config.vocab_size = data.vocab_size
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     config.min_lr = config.learning_rate / 10 if config.min_lr is None else config.min_lr
+    config.out_dir = lr_range.folder(config)
     resumed, started = runfolder.find_start(config, data.tokenizer)
     data.check_length(config.block_size)
     if config.train_only == 'wpe' and config.wpe != 'learned':
@@ -218,6 +211,7 @@ def main(argv=None):
     device_name, why_device = device.place(*device.resolve_device(config.device))
     dtype, why_dtype = device.resolve_dtype(config.dtype, device_name, config.n_embd)
     autocast = device.autocast(device_name, dtype)
+    sharded = parallel.may_shard(config.shard, dtype)
     first = parallel.rank == 0
     lock = lock_folder(config.out_dir, 'trained') if first else None  # noqa: F841 (held until the process ends)
     parallel.join(f'{config} {data.digest} {resumed} {started}')
@@ -225,17 +219,19 @@ def main(argv=None):
     if first and not resumed:
         runfolder.clear(config.out_dir)
 
-    model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed).to(device_name)
+    model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed)
     if started:
         checkpoint.load_weights(model, started.tensors('model'), started.path)
     if config.train_only == 'wpe':
         model.requires_grad_(False).transformer.wpe.requires_grad_(True)
+    model = parallel.shard(model, device_name) if sharded else model.to(device_name)
+    model.checkpoint_blocks = config.checkpoint_blocks
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     compiled, is_compiled, why_compile = device.compile_model(model, config.compile, config.batch_size, device_name, autocast)
     fused = torch.device(device_name).type in ('cuda', 'cpu')
     optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=fused)
     scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')
-    environment = device.environment(device_name, dtype, is_compiled)
+    environment = device.environment(device_name, dtype, is_compiled) | {'shard': sharded or None}
     describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype), 'compile': (is_compiled, why_compile)})
 
     step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
@@ -244,6 +240,9 @@ def main(argv=None):
     if first:
         metrics.rewind(config.out_dir, step)
         write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
+    if config.lr_range:
+        trial = lambda step, lr: update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast, caught)  # noqa: E731
+        return EXIT_STOPPED if lr_range.run_test(config, trial) else EXIT_DONE
     wandb = metrics.start_wandb(config.wandb if first else 'off', config.wandb_project, config.out_dir, asdict(config))
 
     def record(event, **values):
@@ -258,16 +257,17 @@ def main(argv=None):
     evaluated = parallel.any_rank(first and any(r['event'] == 'eval' and r['step'] == step for r in metrics.read(config.out_dir)))
     peak = device.peak_flops(device_name, dtype)
     update_tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    stalled = monitor.out_of_patience(config)
     seconds, result, stop = None, None, parallel.any_rank(caught)  # of an update, smoothed; of the last evaluation; in all processes
     model.train()
     with tqdm(total=config.max_iters, initial=step, desc=os.path.basename(os.path.normpath(config.out_dir)), dynamic_ncols=True,
               bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}|{postfix}', mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
         while True:
             # once in a while: evaluate, save, stop
-            last = step >= config.max_iters
+            last = step >= config.max_iters or stalled
             evaluating = (last or step % config.eval_interval == 0) and not evaluated
             saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
-            if (evaluating or saving or stop) and not all(p.isfinite().all() for p in names):
+            if (evaluating or saving or stop) and parallel.any_rank(not all(parallel.own(p).isfinite().all() for p in names)):
                 bar.close()
                 return crash(config, step, weights='nan or inf')
             if evaluating:
@@ -276,10 +276,14 @@ def main(argv=None):
                     record('eval', loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
                     bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
                     evaluated = True
-                stop = parallel.any_rank(caught)
-            if saving or stop:
-                if first:
-                    save(config, step, model, optimizer, scaler, names, data, environment, origin)
+                stop, stalled = parallel.any_rank(caught), monitor.out_of_patience(config)
+                last = last or stalled
+            if config.sample_interval and step and step % config.sample_interval == 0:
+                text = monitor.sample(model, data.tokenizer, config.sample_tokens, config.seed + step, autocast)
+                record('sample', text=text)
+                bar.write(f'step {step}, a sample:\n{text}\n')
+            if saving or last or stop:
+                save(config, step, model, optimizer, scaler, names, data, environment, origin)
                 stop = parallel.any_rank(caught)
                 if last or stop:  # only here: who stops has saved
                     break
@@ -308,6 +312,7 @@ def main(argv=None):
             record('final', **{key: final[key] for key in ('loss', 'stderr', 'tokens', 'bits_per_byte')})
             print(f'{config.out_dir}: validation loss {final["loss"]:.4f} ± {final["stderr"]:.4f} on all {final["tokens"]:,} tokens, '
                   f'{final["bits_per_byte"]:.4f} bits a byte')
+            monitor.say_end(config, step)
     try:
         if first:
             plots.loss_curves([config.out_dir], os.path.join(config.out_dir, 'loss.png'))

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
+from nanope import parallel
 from nanope.configurator import fit
 from nanope.files import read_json, sha256, sync, write_json
 from nanope.tokenizer import from_json
@@ -227,7 +228,7 @@ def load_weights(model, tensors, where):
     own = dict(model.named_parameters())
     check_fit({name: parameter.shape for name, parameter in own.items()}, tensors, where)
     for name, parameter in own.items():
-        parameter.copy_(tensors[name])
+        parameter.copy_(parallel.like(tensors[name], parameter))
 
 
 def optimizer_tensors(optimizer, names):
@@ -243,7 +244,7 @@ def load_optimizer(optimizer, tensors, names, where):
     for p, name in names.items():
         step = tensors[f'step.{name}']  # AdamW counts on the CPU unless it is fused
         optimizer.state[p] = {'step': step.to(p.device) if optimizer.defaults['fused'] else step,
-                              **{key: tensors[f'{key}.{name}'].to(p.device) for key in moments}}
+                              **{key: parallel.like(tensors[f'{key}.{name}'], p) for key in moments}}
 
 
 def load_model(run, step='latest', device='cpu'):

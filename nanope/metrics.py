@@ -7,7 +7,7 @@ from nanope.files import read_json
 
 
 def append(run, record):
-    """Add one record: a flat dict with 'event', 'step' and 'loss'."""
+    """Add one record: a flat dict with 'event', 'step' and 'loss', or 'text' where the event is a sample."""
     with open(os.path.join(run, 'metrics.jsonl'), 'a', encoding='utf-8') as file:
         file.write(json.dumps(record) + '\n')
 
@@ -24,8 +24,9 @@ def read(run):
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            kinds = ('event', str), ('step', int), ('loss', (int, float))
-            if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in kinds):
+            record = record if isinstance(record, dict) else {}
+            kinds = ('event', str), ('step', int), (('text', str) if record.get('event') == 'sample' else ('loss', (int, float)))
+            if all(isinstance(record.get(name), kind) for name, kind in kinds):
                 records.append(record)
     return records
 

@@ -15,7 +15,7 @@ from runs import ROOT
 from train import TrainConfig
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob('*.py') if path.stem != 'model')
-CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py'))
+CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py') if not path.stem.startswith('finetune_'))  # a family of schemes each
 LAZY = {'datasets', 'wandb', 'matplotlib', 'tiktoken'}           # a run may not need them
 
 
