@@ -87,8 +87,8 @@ def verdict(points, max_iters):
     told = f'smoothed loss: {points[0][2]:.3f} at first, {lowest:.3f} at a learning rate of {lr:.2g}, the lowest; {end}\n'
     best = suggestion(points)
     if best:
-        return told + (f'a peak to try: --learning_rate={best:.1e}, a tenth of the rate of the lowest loss; '
-                       'from one short run without warm-up, so a start for a search and no optimum')
+        return told + (f'peaks to try: --learning_rate={best:.1e} (cautious) to {best * 10 / 3:.1e} (bold), a tenth and a third '
+                       'of that rate; from one short run without warm-up, so a start for a search and no optimum')
     if points[-1][2] <= 1.02 * lowest:
         return told + 'no suggestion: the loss had not risen yet when the test ended; raise the upper bound of --lr_range'
     return told + 'no suggestion: the loss rose from the start; lower the lower bound of --lr_range, or take more --max_iters'

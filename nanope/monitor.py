@@ -36,7 +36,7 @@ def out_of_patience(config):
         return False
     best, waited = float('inf'), 0
     for record in metrics.read(config.out_dir) if parallel.rank == 0 else []:
-        if record['event'] == 'eval':
+        if record['event'] == 'eval' and record['step'] % config.eval_interval == 0:  # not the end of a run that was then made longer
             better = record['loss'] < best - config.min_delta
             best, waited = (record['loss'], 0) if better else (best, waited + 1)
     return parallel.any_rank(waited >= config.patience)

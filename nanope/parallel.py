@@ -133,7 +133,7 @@ def whole(tensor):
 
 
 def whole_dict(tensors):
-    """{name: tensor}, each put together; of sharded ones rank 0 gets copies on the CPU, so that a GPU holds one at a time, and others none."""
+    """{name: tensor}, each put together. Of sharded ones rank 0 gets copies on the CPU, one after the other, and the other ranks none."""
     if not any(map(is_sharded, tensors.values())):
         return tensors
     return {name: full.cpu() for name, full in ((name, whole(tensor.detach())) for name, tensor in tensors.items()) if rank == 0}
