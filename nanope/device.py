@@ -90,7 +90,8 @@ def compile_model(model, compile, batch_size, device, autocast):
     if not wanted:
         return model, False, reason
     try:
-        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+        sharded = any(map(parallel.is_sharded, model.parameters()))
+        compiled = parallel.compile_blocks(model) if sharded else torch.compile(model, fullgraph=True, dynamic=False)
         rows = torch.zeros(batch_size, model.config.block_size, dtype=torch.int64, device=device)
         with autocast():
             loss = compiled(rows, rows)
@@ -103,6 +104,7 @@ def compile_model(model, compile, batch_size, device, autocast):
         if compile is True:
             raise ValueError(f'{what}; --compile=false trains without it') from error
         print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
+        parallel.compile_blocks(model, undo=True)
         return model, False, 'it failed, see the warning'
     finally:
         model.zero_grad(set_to_none=True)

@@ -102,9 +102,21 @@ def shard(model, device):
     from torch.distributed.fsdp import fully_shard
     mesh = init_device_mesh(torch.device(device).type, (world,))
     for module in (*model.transformer.h, model):  # the rest belongs to the model itself: the tied embedding is there once
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # nothing stays whole, so that parameters always are the parts
         module.set_gradient_divide_factor(1.0)  # a sum, as add_up() makes: train.py divides by the micro-batches of all processes
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    return model
+
+
+def compile_blocks(model, undo=False):
+    """Compile each block of a sharded model by itself, since between blocks weights are put together, which no compiler sees. Returns it.
+
+    In training alone: with a cache the shapes change with every token."""
+    for block in model.transformer.h:
+        vars(block).pop('forward', None)
+        if not undo:
+            plain, fast = block.forward, torch.compile(block.forward, fullgraph=True, dynamic=False)
+            block.forward = lambda *args, block=block, plain=plain, fast=fast: (fast if block.training else plain)(*args)
     return model
 
 
