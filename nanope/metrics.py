@@ -58,6 +58,10 @@ def rewind(run, step):
     os.replace(path + '.tmp', path)
 
 
+def first_line(error):
+    return str(error).strip().partition('\n')[0]
+
+
 def start_wandb(mode, project, run, config):
     """Mirror metrics to Weights & Biases: returns a function (method, *values) that calls the wandb run where there is one.
 
@@ -70,13 +74,16 @@ def start_wandb(mode, project, run, config):
                 getattr(each, method)(*values)
         except Exception as error:
             runs.clear()
-            print(f'warning: wandb: {error}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+            print(f'warning: wandb: {first_line(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
 
     if mode != 'off':
+        if mode == 'offline':
+            os.environ.setdefault('WANDB_ERROR_REPORTING', 'false')  # else it calls its makers all the same
         try:
             import wandb
+            limits = wandb.Settings(init_timeout=30, finish_timeout=60, finish_timeout_raises=True)  # a run does not wait for a network
             runs.append(wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config,
-                                   settings=wandb.Settings(init_timeout=30)))
+                                   settings=limits))
         except Exception as error:
-            print(f'warning: no wandb: {error}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+            print(f'warning: no wandb: {first_line(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
     return call

@@ -1,6 +1,8 @@
 """What people ask of a trainer: early stopping, samples on the way, a learning-rate range test, less memory."""
 import json
 import math
+import socket
+import threading
 import types
 
 import pytest
@@ -8,9 +10,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import compare
-from nanope import checkpoint, lr_range, metrics, monitor, study
+from nanope import checkpoint, lr_range, metrics, monitor, plots, study
 from nanope.configurator import configure
-from runs import ROOT, losses, train, weights
+from runs import ROOT, flags, losses, start, train, weights
 from small import SCHEMES, build, tokens
 from train import TrainConfig
 
@@ -208,6 +210,63 @@ def test_checkpointed_and_compiled(place):
         assert float.fromhex(ours) == pytest.approx(float.fromhex(theirs), abs=1e-4)
 
 
+# ---- wandb --------------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def black_hole(tmp_path, monkeypatch):
+    """A proxy that accepts connections and never answers, as a firewall may: the list of connections made to it."""
+    server, made = socket.create_server(('127.0.0.1', 0)), []
+
+    def accept():
+        while True:
+            try:
+                made.append(server.accept())
+            except OSError:
+                return
+    threading.Thread(target=accept, daemon=True).start()
+    for name in ('http_proxy', 'https_proxy', 'all_proxy'):
+        for each in (name, name.upper()):
+            monkeypatch.setenv(each, f'http://127.0.0.1:{server.getsockname()[1]}')
+    monkeypatch.delenv('no_proxy', raising=False), monkeypatch.delenv('NO_PROXY', raising=False)
+    monkeypatch.setenv('HOME', str(tmp_path))                     # no login of whoever runs the tests
+    for name in ('WANDB_MODE', 'WANDB_API_KEY', 'WANDB_ERROR_REPORTING'):
+        monkeypatch.delenv(name, raising=False)
+    yield made
+    server.close()
+
+
+def finish(place, seconds, **settings):
+    """train.py as users start it: what it printed, in less than that many seconds."""
+    process = start(place, 'train.py', *flags(**settings))
+    told = ''.join(process.communicate(timeout=seconds))
+    assert process.returncode == 0, told
+    return told
+
+
+@pytest.mark.slow
+def test_wandb_offline_for_real(place, black_hole):
+    """The real package where no packet comes back: its files lie in the run folder, no bit changes, nothing asks the network."""
+    told = finish(place, 120, **HARD, wandb='offline', sample_interval=2)
+    assert 'warning' not in told and black_hole == []
+    (file,) = (place / 'out/a/wandb').glob('offline-run-*/*.wandb')
+    content = file.read_bytes()
+    assert all(name in content for name in (b'train/loss', b'eval/stderr', b'final/bits_per_byte', b'sample/text', b'learning_rate'))
+    assert train(place, **HARD, out_dir='out/b').code == 0
+    assert losses(place) == losses(place, 'out/b') and weights(place, 6) == weights(place, 6, 'out/b')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('key', ['', 'a' * 40])
+def test_wandb_online_without_a_network(place, black_hole, monkeypatch, key):
+    """With a login it waits half a minute, without one not at all; one warning of one line, and the run is done with the same bits."""
+    monkeypatch.setenv('WANDB_API_KEY', key)
+    told = finish(place, 150, **HARD, wandb='online')
+    assert len([line for line in told.splitlines() if 'warning: no wandb: ' in line and 'training goes on without it' in line]) == 1
+    assert told.count('warning') == 1
+    assert train(place, **HARD, out_dir='out/b').code == 0
+    assert losses(place) == losses(place, 'out/b') and weights(place, 6) == weights(place, 6, 'out/b')
+
+
 # ---- configs, plots -----------------------------------------------------------------------------------------------------------------
 
 def test_finetuning_config():
@@ -217,3 +276,15 @@ def test_finetuning_config():
     assert config.init_from == 'gpt2' and config.out_dir == 'out/finetune_shakespeare'
     assert f'prepare.py {config.dataset} ' in path.read_text('utf-8')
     assert config.max_iters * config.batch_size * config.gradient_accumulation_steps * 1024 > 5 * 1.1e6  # passes over its tokens
+
+
+def test_overlay(place, monkeypatch, capsys):
+    """Loss curves without wandb: into loss.png, or where --to says; what was drawn is said."""
+    for run in ('a', 'b'):
+        assert train(place, out_dir=f'out/{run}', max_iters=2).code == 0
+    monkeypatch.chdir(place)
+    for args, path in ((['out/a', 'out/b'], 'loss.png'), (['--to=both.png', 'out/a', 'out/b'], 'both.png')):
+        monkeypatch.setattr('sys.argv', ['plots.py', *args])
+        plots.main()
+        assert capsys.readouterr().out == f'wrote {path}: loss while training of a, b\n'
+        assert (place / path).read_bytes().startswith(b'\x89PNG')

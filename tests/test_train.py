@@ -724,17 +724,6 @@ def test_wandb_mirrors_the_metrics(place, monkeypatch):
     assert (given['project'], given['name'], given['mode'], given['config']['min_lr']) == ('p', 'a', 'online', 0.001)
 
 
-@pytest.mark.slow
-def test_wandb_offline_for_real(place, straight, monkeypatch):
-    """The real package without a network: its files lie in the run folder, and the losses are the same."""
-    pytest.importorskip('wandb')
-    process = start(place, 'train.py', *flags(wandb='offline'))
-    text = process.communicate(timeout=200)[1]
-    assert process.returncode == 0 and 'warning' not in text, text
-    assert list((place / 'out/a/wandb').glob('offline-run-*/*.wandb'))
-    assert_same_run(place, straight())
-
-
 def test_no_matplotlib(place, monkeypatch):
     """A picture that cannot be drawn does not fail a run that is done."""
     monkeypatch.setattr(plots, 'loss_curves', lambda *_: (_ for _ in ()).throw(ImportError('No module named matplotlib')))
