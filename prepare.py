@@ -24,6 +24,7 @@ from nanope.configurator import configure, run
 from nanope.tokenizer import SEPARATOR, CharTokenizer, GPT2Tokenizer
 
 PLAYS = Path(__file__).parent / 'data' / 'shakespeare' / 'plays'
+HUB_RATIO = 1 / 4.43  # GPT-2's tokens a character of English from the web
 SMALL = 20_000_000  # characters: with more text, a model has more from GPT-2's tokens, of about 4 characters each
 
 
@@ -73,15 +74,11 @@ def main():
     fraction = config.val_fraction or (0.0005 if hub else 0.1)
 
     # a first look at the text: how much, and which characters; a set on the hub is too large to be read twice
-    if hub:
-        documents, characters, alphabet = config.max_documents, None, set()
-        expected = None if config.input else print_need(hub, config)
-    else:
-        documents, characters, alphabet = survey(config, files, enough=round(1 / fraction))
-        if not documents:
-            raise ValueError(f'{source} has no text')
-        expected = characters
+    documents, characters, alphabet = (config.max_documents, None, set()) if hub else survey(config, files, enough=round(1 / fraction))
+    if not hub and not documents:
+        raise ValueError(f'{source} has no text')
     tokenizer = choose_tokenizer(config, characters, alphabet)
+    expected = print_need(config, files, hub, documents, characters, tokenizer)
     split, sentence = choose_split(config, fraction, documents, characters)
 
     folder = os.path.join('data', name)
@@ -160,13 +157,21 @@ def write(config, folder, files, tokenizer, split, expected):
     return progress
 
 
-def print_need(hub, config):
-    """Says how large a set on the hub is; returns about how many characters."""
-    share = min(1, (config.max_documents or hub.documents) / hub.documents)
-    free = shutil.disk_usage('data' if os.path.isdir('data') else '.').free
-    print(f'about {hub.documents * share:,.0f} documents, {hub.tokens * share:,.0f} tokens: they need '
-          f'{hub.tokens * share * 2 / 1e9:.1f} GB of disk ({free / 1e9:.1f} GB free); stopped, it goes on if run again')
-    return hub.characters * share
+def print_need(config, files, hub, documents, characters, tokenizer):
+    """Says how much disk a large set needs, before it is read; returns about how many characters it has, for the progress bar."""
+    rows, size = documents, characters
+    if characters is None:
+        rows, size = (hub.documents, hub.characters) if hub and not config.input else corpus.measure(files, config.text_column)
+        share = min(1, (config.max_documents or rows) / rows) if rows else 1
+        rows, size = (rows or 0) * share, size * share
+    tokens = size if tokenizer.kind == 'char' else size * HUB_RATIO
+    need, free = tokens * tokenizer.dtype.itemsize, shutil.disk_usage('data' if os.path.isdir('data') else '.').free
+    if need > 5e7:
+        print(f'about {f"{rows:,.0f} documents, " if rows else ""}{tokens:,.0f} tokens: they need {need / 1e9:.1f} GB of disk '
+              f'({free / 1e9:.1f} GB free)' + ('; stopped, it goes on if run again' if files[0].endswith('.parquet') else ''))
+    if need > free:
+        print(f'warning: {free / 1e9:.1f} GB of disk are free, which may not do: use --max_documents, or make room', file=sys.stderr)
+    return size
 
 
 def print_summary(name, folder, meta, progress):

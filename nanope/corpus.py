@@ -126,16 +126,35 @@ def read_parquet(files, column, place):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     datasets.disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False  # else it imports torch, which takes seconds, for loaders of torch's
-    for file in [file for file in files if not file.startswith('hf://')]:
+    here = [file for file in files if not file.startswith('hf://')]
+    for file in here:
         check_parquet(file, column)
     try:
         rows = datasets.load_dataset('parquet', data_files=files, columns=[column], split='train', streaming=True)
+        if here:  # a row group at a time: pyarrow reads ahead, up to 1 GiB of a file, while its rows are tokenised
+            rows = rows.reshard()
         if place is not None:
             rows.load_state_dict(place)
         for row in rows:
             yield row[column], rows.state_dict
     except Exception as error:  # whatever the HTTP library of the day raises, or pyarrow where a file is damaged
         raise OSError(f'could not read on in {files[0]} ({brief(error)}); running the command again goes on') from None
+
+
+def measure(files, column):
+    """(documents, bytes) of text files before they are read: of parquet the rows and the size of the column; else None and the size."""
+    if not files[0].lower().endswith('.parquet'):
+        return None, sum(Path(file).stat().st_size for file in files)
+    import pyarrow.parquet
+    rows = size = 0
+    for file in files:
+        check_parquet(file, column)
+        meta = pyarrow.parquet.read_metadata(file)
+        rows += meta.num_rows
+        for group in (meta.row_group(i) for i in range(meta.num_row_groups)):
+            chunks = (group.column(i) for i in range(group.num_columns))
+            size += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+    return rows, size
 
 
 def check_parquet(file, column):

@@ -137,7 +137,7 @@ def summarise(path, dtype):
     """{'max_id', 'sha256'} of a file of ids, read as it lies on the disk."""
     digest, max_id = hashlib.sha256(), 0
     with open(path, 'rb') as file:
-        while block := file.read(2**24):
+        while block := file.read(2**20):
             digest.update(block)
             max_id = max(max_id, int(np.frombuffer(block, dtype=dtype.newbyteorder('<')).max()))
     return {'max_id': max_id, 'sha256': digest.hexdigest()}

@@ -518,3 +518,67 @@ def test_hub_is_read_like_a_folder(here, capsys):
     server.shutdown()
     assert (process.returncode, err) == (0, '') and 'need 18.0 GB of disk' in out
     assert files('data/openwebtext')['train.bin'] == expected['train.bin']
+
+
+# ---- at size -------------------------------------------------------------------------------------------------------
+
+def fineweb_edu(folder, n_files, n, size=300):
+    """Parquet files with the columns of HuggingFaceFW/fineweb-edu: the documents that have text."""
+    import pyarrow.parquet
+    Path(folder).mkdir()
+    documents = []
+    for i in range(n_files):
+        texts = [*stories(n, size, seed=i), '', None]
+        count = len(texts)
+        table = pyarrow.table({
+            'text': texts, 'id': [f'<urn:uuid:{j}>' for j in range(count)], 'dump': ['CC-MAIN-2024-10'] * count,
+            'url': ['https://example.org'] * count, 'file_path': ['s3://x'] * count, 'language': ['en'] * count,
+            'language_score': [0.97] * count, 'token_count': [9] * count, 'score': [3.2] * count, 'int_score': [3] * count})
+        pyarrow.parquet.write_table(table, f'{folder}/{i:03}_00000.parquet', row_group_size=50)
+        documents += texts[:n]
+    return documents
+
+
+def test_fineweb_edu_from_a_folder(here, capsys):
+    """Every document once, in order, exactly counted, whatever columns stand beside the text; empty ones are counted apart."""
+    documents = fineweb_edu('fw', 3, 120)
+    code, out, err = call(capsys, 'fineweb_edu', '--input=fw', '--val_fraction=0.02', '--workers=0')
+    assert (code, err) == (0, '') and 'data/fineweb_edu: 360 documents' in out and '6 empty documents' in out
+    train, val = texts('data/fineweb_edu')
+    assert train.pop() == val.pop() == '' and len(val) in (360 // 50, 360 // 50 + 1)
+    held_out = set(val)
+    assert train == [each + SEPARATOR for each in documents if each + SEPARATOR not in held_out]
+    meta = load('data/fineweb_edu')[0]
+    assert meta['train']['documents'] + meta['val']['documents'] == 360
+    assert meta['train']['bytes'] + meta['val']['bytes'] == sum(len(each.encode()) for each in documents)
+
+
+def test_disk_need_is_said_beforehand(here, capsys, monkeypatch):
+    """Of parquet from the files' own numbers: exact rows, the size of the text; and where it will not fit, a warning."""
+    documents = fineweb_edu('fw', 2, 100)
+    rows, size = corpus.measure(sorted(map(str, Path('fw').glob('*'))), 'text')
+    n_bytes = sum(len(each.encode()) for each in documents)
+    assert rows == 204 and n_bytes < size < 1.1 * n_bytes + 10_000
+    small = prepare.shutil.disk_usage('.')._replace(free=1000)
+    monkeypatch.setattr(prepare.shutil, 'disk_usage', lambda path: small)
+    monkeypatch.setattr(prepare, 'HUB_RATIO', 1e4)                # as if it were a large set
+    code, out, err = call(capsys, 'fineweb_edu', '--input=fw', '--val_fraction=0.02', '--workers=0')
+    assert code == 0 and re.search(r'about 204 documents, [\d,]+ tokens: they need \d+\.\d GB of disk \(0\.0 GB free\)', out), out
+    assert err.startswith('warning: 0.0 GB of disk are free, which may not do')
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_memory_stays_flat(here):
+    """Ten times the text in one file, read no faster than it is tokenised: the same peak of memory."""
+    peaks = []
+    for n in (900, 9000):
+        fineweb_edu(f'fw{n}', 1, n, size=2000)
+        code = 'from nanope import configurator\nimport prepare\n' \
+               'try:\n    configurator.run(prepare.main)\nfinally:\n    print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])'
+        done = subprocess.run([sys.executable, '-c', code, 'fineweb_edu', f'--input=fw{n}', '--workers=0'], text=True, capture_output=True,
+                              env={**os.environ, 'PYTHONPATH': str(ROOT)})
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    written = Path('data/fineweb_edu/train.bin').stat().st_size / 2**20
+    assert peaks[1] - peaks[0] < 25 and written > 15, (peaks, written)  # MiB
