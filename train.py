@@ -69,7 +69,7 @@ class TrainConfig(GPTConfig):
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights stay float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile
     threads: int | None = None          # CPU threads; none = torch's choice
-    checkpoint_blocks: bool = False     # keep the input of each block alone and compute the rest again: less memory, a third slower
+    checkpoint_blocks: bool = False     # keep the input of each block alone and compute the rest again: less memory, slower
     shard: bool = False                 # several processes keep a part of weights and optimizer state each (FSDP2): for large models
 
     def problems(self):

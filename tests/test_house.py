@@ -117,6 +117,24 @@ def test_the_page_on_reliability_names_tests_that_exist():
     assert {test for *_, tests in FAULTS for test in tests.split()} <= there
 
 
+def test_text_is_utf_8_on_every_system():
+    """Whoever opens a file as text says so: Windows would take another encoding."""
+    for pattern in ('*.py', 'nanope/*.py', 'data/**/*.py'):
+        for name, tree in python_files(pattern):
+            for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+                function, words = ast.unparse(call.func), ast.unparse(call)
+                binary = re.search(r"'[rwa]\+?b\+?'", words) or 'os.devnull' in words
+                if function == 'open' or function.rpartition('.')[2] in ('read_text', 'write_text'):
+                    assert binary or 'encoding=' in words or "'utf-8'" in words or "'ascii'" in words, f'{name}: {words}'
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_a_script_can_be_imported(name):
+    """Its last statement is the guard without which Windows and macOS, which spawn processes, would run it again in each."""
+    (_, tree), = python_files(f'{name}.py')
+    assert ast.unparse(tree.body[-1]).splitlines()[0] == "if __name__ == '__main__':"
+
+
 # ---- configs, requirements, lines, scripts ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name', CONFIGS)

@@ -575,7 +575,8 @@ def test_memory_stays_flat(here):
     for n in (900, 9000):
         fineweb_edu(f'fw{n}', 1, n, size=2000)
         code = 'from nanope import configurator\nimport prepare\n' \
-               'try:\n    configurator.run(prepare.main)\nfinally:\n    print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])'
+               'try:\n    configurator.run(prepare.main)\n' \
+               'finally:\n    print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])'
         done = subprocess.run([sys.executable, '-c', code, 'fineweb_edu', f'--input=fw{n}', '--workers=0'], text=True, capture_output=True,
                               env={**os.environ, 'PYTHONPATH': str(ROOT)})
         assert done.returncode == 0, done.stderr
