@@ -31,6 +31,7 @@ class CompareConfig:
     # extending by extend.py
     extend: str = ''                    # methods, each for the schemes that it fits; yarn:4 = to 4 times the trained length
     extend_to: float = 2.0              # times the trained length, where a method says nothing else
+    tune: float = 0.0                   # train the extended runs on for this share of the updates they had, and compare those too
     # evaluating
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint of each run
     length: int | None = None           # tokens of context at which all are scored; none = the shortest that one was trained at
@@ -50,6 +51,10 @@ class CompareConfig:
         found += [f'{name}={getattr(self, name)} must be at least {least}' for names, least in
                   (('seeds length eval_tokens stride batch_size', 1), ('context_tokens trials seed', 0))
                   for name in names.split() if getattr(self, name) is not None and getattr(self, name) < least]
+        if not 0 <= self.tune <= 1:
+            found.append(f'tune={self.tune} must be a share of the updates, from 0 to 1')
+        if self.tune and not self.extend:
+            found.append(f'tune={self.tune} is for extended runs: name methods by --extend too')
         return found
 
 
@@ -65,7 +70,13 @@ def train_and_extend(config, files, paths):
     runs = runset.find_runs(paths, config.to, config.step)
     if methods:
         extended, lost = study.extend_missing(config.to, runs, methods)
-        runs, failed = runset.find_runs([*runs, *extended], config.to, config.step), failed + lost
+        failed += lost
+        tuned = []
+        if config.tune:
+            tuned, lost = study.tune_missing(config.to, {path: checkpoint.load(path) for path in extended}, config.tune)
+            failed += lost
+        runs = runset.find_runs([*runs, *extended], config.to, config.step)
+        runs |= runset.find_runs(tuned, config.to, 'latest') if tuned else {}
     return runs, failed
 
 
@@ -100,8 +111,9 @@ def main(argv=None):
         print('stopped; the same command goes on where this one was', file=sys.stderr)
         return study.EXIT_STOPPED
     warnings = [f'{cell["run"]} failed ({study.exit_text(cell["exit"])}) and takes no part' for cell in failed]
+    untuned = [found for found in runs.values() if not runset.tuned(found)]
     warnings += [f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}'
-                 for name, values in runset.differences(runs.values()).items()]
+                 for name, values in runset.differences(untuned or list(runs.values())).items()]
     for line in warnings:
         print(f'warning: {line}', file=sys.stderr)
     data = runset.open_data(runs)

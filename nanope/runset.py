@@ -42,6 +42,11 @@ def open_data(runs):
 
 # ---- what they are --------------------------------------------------------------------------------------------------------------------
 
+def tuned(found):
+    """Whether a run started from another one and was trained since."""
+    return bool(found.state.get('origin')) and 'extended' not in found.state
+
+
 def extension(found):
     """How a run's context was extended, as in 'yarn ×2', whether it was fine-tuned since, or None."""
     extended, origin = found.state.get('extended'), found.state.get('origin')

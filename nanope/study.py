@@ -2,7 +2,7 @@
 
     TO/ledger.json             each cell's state (done, failed, stopped), exit code and seconds, and the settings that all cells share
     TO/runs/<wpe>_<seed>       as train.py writes it                          TO/runs/<wpe>_<seed>.log    what it printed
-    TO/runs/<run>_<method>_<n> as extend.py writes it, n tokens long
+    TO/runs/<run>_<method>_<n> as extend.py writes it, n tokens long     TO/runs/<run>_<method>_<n>_tuned   trained on since
 
 A cell is one process of train.py or extend.py. Whether a run is finished is read off its folder, not off the ledger, so it does not
 matter when a study was killed; a run that is not, goes on where its last checkpoint stands. A failed cell is tried again.
@@ -20,6 +20,7 @@ from nanope import checkpoint, metrics
 from nanope.configurator import read_file
 from nanope.files import lock_folder, read_json, write_json
 from nanope.metrics import run_names
+from nanope.runfolder import IDENTITY
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EXIT_STOPPED = 75
@@ -195,3 +196,29 @@ def extend_missing(to, runs, methods):
             else:
                 made.append(target)
     return made, failed
+
+
+def tune_missing(to, runs, share):
+    """Train extended runs on for a share of the updates they have had, unless that is done. Returns (run folders, failed cells).
+
+    Each goes on under its own settings, as many tokens an update as before, by a schedule of its own: warm-up for a tenth, then the
+    cosine. runs: {run folder: its Checkpoint}."""
+    ledger, tuned, failed = open_ledger(to, {}), [], []
+    for run, found in runs.items():
+        settings, cell = found.state['config'], f'{os.path.basename(run)}_tuned'
+        updates, longer = max(round(found.step * share), 1), settings['block_size'] / found.state['extended']['trained']
+        ours = {'out_dir': os.path.join(to, 'runs', cell), 'init_from': run, 'max_iters': updates, 'warmup_iters': updates // 10,
+                'lr_decay_iters': updates, 'eval_interval': updates, 'checkpoint_interval': updates, 'allow_change': False,
+                'batch_size': max(round(settings['batch_size'] / longer), 1)}
+        source = f'{read_json(os.path.join(found.path, "manifest.json"))["digest"]} {updates}'
+        entry = ledger['cells'].get(cell, {})
+        if not (finished(ours['out_dir']) and entry.get('source') == source):
+            args = [f'--{name}={value}' for name, value in {**settings, **ours, 'overwrite': True}.items() if name not in IDENTITY]
+            run_cell(to, ledger, cell, 'train', args, source=source)
+        code = ledger['cells'][cell]['exit']
+        if code:
+            extension = f'{found.state["extended"]["method"]} ×{longer:g}, tuned'
+            failed.append({'run': ours['out_dir'], 'wpe': settings['wpe'], 'extension': extension, 'seed': settings['seed'], 'exit': code})
+        else:
+            tuned.append(ours['out_dir'])
+    return tuned, failed

@@ -124,6 +124,35 @@ def test_schemes_seeds_and_extensions(place, quick):
     assert again.code == 0 and len(quick) == 10 and read(place) == found and read(place, 'ledger') == ledger  # nothing is done twice
 
 
+def test_extended_runs_are_tuned(place, quick):
+    """Each extension is trained on, from its own weights, for a share of the updates, with as many tokens an update."""
+    done = compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5')
+    cells = ['learned_1', 'rope_1', 'learned_1_hold_16', 'rope_1_yarn_16', 'learned_1_hold_16_tuned', 'rope_1_yarn_16_tuned']
+    assert done.code == 0 and quick == cells and 'warning' not in done.err
+    rows = {row['name']: row for row in read(place)['runs']}
+    for cell in cells[-2:]:
+        config = json.loads((place / f'out/study/runs/{cell}/config.json').read_text())
+        before = checkpoint.load(place / f'out/study/runs/{cell.removesuffix("_tuned")}')
+        assert rows[cell]['step'] == config['max_iters'] == before.step // 2 and config['block_size'] == 16
+        assert config['batch_size'] * 2 == TINY['batch_size'] and config['learning_rate'] == before.state['config']['learning_rate']
+        assert rows[cell]['extension'].endswith('×2, tuned') and rows[cell]['val_loss'] != rows[cell.removesuffix('_tuned')]['val_loss']
+        assert checkpoint.load(place / f'out/study/runs/{cell}').state['origin']['step'] == before.step
+    names = [scheme['scheme'] for scheme in read(place)['schemes']]
+    assert names == ['learned', 'rope', 'learned + hold ×2', 'rope + yarn ×2', 'learned + hold ×2, tuned', 'rope + yarn ×2, tuned']
+    assert compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5').code == 0 and quick == cells  # once only
+    compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=1')
+    assert quick == cells + cells[-2:]                           # another share is another run
+    refused(compare(place, '--wpe=rope', '--tune=0.5'), 'tune=0.5', '--extend')
+    refused(compare(place, '--wpe=rope', '--extend=yarn', '--tune=2'), 'tune=2', '0 to 1')
+
+
+def test_a_failed_tuning_is_shown_and_not_averaged(place, quick):
+    with failing('rope_1_yarn_16_tuned'):
+        done = compare(place, '--wpe=rope', '--extend=yarn', '--tune=0.5')
+    assert done.code == 0 and [row['name'] for row in read(place)['failed']] == ['rope_1_yarn_16_tuned']
+    assert [scheme['scheme'] for scheme in read(place)['schemes']] == ['rope', 'rope + yarn ×2']
+
+
 def test_stopped_and_run_again_gives_the_same_report(place, tmp_path_factory, quick):
     """Stopped in the middle of the first cell, in that of the third, and before the only extension."""
     straight = tmp_path_factory.mktemp('straight')
