@@ -91,10 +91,12 @@ def evaluate_run(path, found, data, length, config, device_name):
     seeds = config.seed, found.state['config']['seed']           # other questions for other seeds, the same for all schemes
     answers, windows, seconds = protocols.ask(model, data, tokenizer.byte_lengths(), length, config, seeds, autocast)
     count = model.parameter_counts()
-    speeds = [r['tokens_per_s'] for r in metrics.read(path) if r['event'] == 'train']
+    trained = [record for record in metrics.read(path) if record['event'] == 'train']
+    speeds = [record['tokens_per_s'] for record in trained]
     return {'run': path, 'wpe': model.config.wpe, 'extension': runset.extension(found), 'seed': found.state['config']['seed'],
             'block_size': model.config.block_size, 'step': found.step, 'params': count['total'], 'wpe_params': count['wpe'], **answers,
-            'dtype': dtype, 'tokens_per_s': statistics.median(speeds) if speeds else None}, windows, seconds
+            'dtype': dtype, 'tokens_per_s': statistics.median(speeds) if speeds else None,
+            'spikes': metrics.spikes([(record['step'], record['loss']) for record in trained])}, windows, seconds
 
 
 def main(argv=None):
@@ -129,6 +131,11 @@ def main(argv=None):
         rows.append(row)
         seconds.update(took)
     runset.name_and_tell_apart(rows, failed, runs)
+    for row in rows:
+        if row['spikes']:
+            warnings.append(f'the training loss of {row["name"]} jumped at step {", ".join(map(str, row["spikes"]))}: its result counts '
+                            'all the same')
+            print(f'warning: {warnings[-1]}', file=sys.stderr)
     schemes = summarise(rows, windows)
     dataset = next(iter(runs.values())).state['config']['dataset']
     machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}

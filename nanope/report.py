@@ -42,14 +42,16 @@ def verdict(difference):
 # ---- tables: (heading, note, [row of cells], cells of a row that are words), the head first --------------------------
 
 def runs_table(report):
-    rows = [('run', 'scheme', 'seed', 'step', 'parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'tokens/s')]
+    rows = [('run', 'scheme', 'seed', 'step', 'parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'spikes', 'tokens/s')]
     columns = (('seed', 'd'), ('step', ',d'), ('params', ',d'), ('wpe_params', ',d'), ('val_loss', '.4f'), ('val_stderr', '.4f'),
-               ('bits_per_byte', '.4f'), ('tokens_per_s', ',.0f'))
+               ('bits_per_byte', '.4f'), ('spikes', 'd'), ('tokens_per_s', ',.0f'))
     for row in report['runs'] + report['failed']:
-        cells = [cell(row.get(key), form) for key, form in columns]
+        shown = {**row, 'spikes': len(row['spikes'])} if 'spikes' in row else row
+        cells = [cell(shown.get(key), form) for key, form in columns]
         cells[1] = 'failed' if row in report['failed'] else cells[1]
         rows.append((row['name'], ' + '.join(filter(None, (row['wpe'], row['extension']))), *cells))
-    note = f'windows of {report["length"]} tokens end to end; the standard error is over windows; tokens/s is the median while training'
+    note = (f'windows of {report["length"]} tokens end to end; the standard error is over windows; spikes: jumps of the training loss; '
+            'tokens/s is the median while training')
     return 'Runs', note, rows, (0, 1)
 
 
