@@ -177,9 +177,9 @@ class KVCache:
 
     `position` counts every token ever seen and is the position of the next one; it does not depend on what is retained. A full cache
     overwrites its oldest slot: order does not matter to attention, since a key was rotated at its absolute position.
-    fixed: one-token steps look at a multiple of 128 slots, whether filled or not, so that a compiled step seldom meets a new shape."""
+    fixed: one-token steps look at a multiple of so many slots, whether filled or not, so that a compiled step seldom meets a new shape."""
 
-    def __init__(self, n_layer, capacity, fixed=False):
+    def __init__(self, n_layer, capacity, fixed=None):
         self.capacity, self.fixed, self.position = capacity, fixed, 0
         self.keys, self.values = [None] * n_layer, [None] * n_layer  # allocated by the first call: (B, H, capacity, D) each
 
@@ -190,7 +190,7 @@ class KVCache:
         if T > 1 and end > self.capacity:
             raise ValueError(f'{T} tokens at position {self.position} do not fit a cache of {self.capacity}: pass them one by one')
         self.slots = torch.arange(self.position, end, device=device) % self.capacity
-        look = -(-end // 128) * 128 if self.fixed and T == 1 else end
+        look = -(-end // self.fixed) * self.fixed if self.fixed and T == 1 else end
         slot = torch.arange(min(look, self.capacity), device=device)
         return end - 1 - (end - 1 - slot) % self.capacity
 
@@ -199,6 +199,9 @@ class KVCache:
         if self.keys[layer] is None:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
             self.keys[layer], self.values[layer] = k.new_zeros(shape), v.new_zeros(shape)
+            if self.fixed and k.is_cuda:                          # a CUDA graph may write into them where they are
+                torch._dynamo.mark_static_address(self.keys[layer], guard=False)
+                torch._dynamo.mark_static_address(self.values[layer], guard=False)
         self.keys[layer][:, :, self.slots] = k
         self.values[layer][:, :, self.slots] = v
         return self.keys[layer][:, :, :look], self.values[layer][:, :, :look]
@@ -387,36 +390,42 @@ class GPT(nn.Module):
     def logits(self, x):
         return self.lm_head(x)[..., :self.config.vocab_size]      # rows that pad the vocabulary take no part
 
-    def forward(self, idx, targets=None, *, start=0, cache=None, last_only=False, reduction='mean', hidden=None):
+    def step(self, idx, wpe, rope, mask, cache, look):
+        """Logits (B, 1, V) of one more token each; what a cached step leaves to the compiler."""
+        return self.logits(self.hidden(idx, wpe, rope, mask, cache, look))
+
+    def forward(self, idx, targets=None, *, start=0, cache=None, last_only=False, reduction='mean', step=None):
         """Logits of token ids idx (B, T), or their loss against targets (B, T).
 
         start: position of the first token (with a cache: where the cache stands). last_only: logits of the last token alone.
-        hidden: self.hidden, compiled. Returns logits (B, T or 1, V); with targets the cross-entropy in nats, reduction 'mean' (scalar,
-        targets of -1 left out) or 'none' (B, T). Raises ValueError as positions() does."""
+        step: self.step, compiled, for a single token after what is in the cache. Returns logits (B, T or 1, V); with targets the
+        cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or 'none' (B, T). Raises ValueError as positions() does."""
         B, T = idx.size()
         wpe, rope, mask = self.positions(start if cache is None else cache.position, T, cache)
         look = 0 if cache is None else min(cache.position + T, cache.capacity) if mask is None else mask.size(-1)
-        x = (hidden or self.hidden)(idx, wpe, rope, mask, cache, look)
+        x = (step or self.hidden)(idx, wpe, rope, mask, cache, look)
         if cache is not None:
             cache.position += T
-        logits = self.logits(x[:, -1:] if last_only else x)
-        if targets is None:
-            return logits
-        loss = F.cross_entropy(logits.float().reshape(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1, reduction=reduction)
-        return loss.view(B, T) if reduction == 'none' else loss
+        if step or targets is None:
+            return x if step else self.logits(x[:, -1:] if last_only else x)
+        x, targets = x.flatten(0, 1), targets.flatten()           # (B*T, C), (B*T,)
+        pieces = zip(x.split(1024), targets.split(1024)) if reduction == 'none' else [(x, targets)]  # evaluation holds few logits at once
+        loss = [F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1, reduction=reduction) for x, targets in pieces]
+        return torch.cat(loss).view(B, T) if reduction == 'none' else loss[0]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, hidden=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, step=None):
         """Continue idx (B, T), T >= 1: yields max_new_tokens tensors (B, 1). Dropout is off meanwhile.
 
         Past block_size the window slides. 'learned' and 'sinusoidal' re-encode the last block_size tokens at every step, as positions
         shift under them; so does rope under dynamic scaling past rope_trained, as all angles change. The others go on with the cache:
         positions keep growing, the oldest key is dropped, and what the kept keys of layers above the first once saw of dropped tokens
-        stays in them. Without use_cache every scheme re-encodes. hidden: self.hidden, compiled, for the one-token steps."""
+        stays in them. Without use_cache every scheme re-encodes. step: self.step, compiled, for the tokens after the first."""
         if idx.size(1) == 0:
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training
-        capacity = min(idx.size(1) + max_new_tokens, block_size)
+        capacity = min(-(-(idx.size(1) + max_new_tokens) // 128) * 128, block_size)  # few shapes for few compilations
+        fixed = None if step is None else 256 if idx.is_cuda else capacity  # keys weigh little beside a CPU's frozen weights
         self.eval()
         try:
             window = idx[:, -block_size:]
@@ -424,9 +433,9 @@ class GPT(nn.Module):
             cacheable = min(self.config.stable_length, block_size if self.config.wpe in ('learned', 'sinusoidal') else math.inf)
             for _ in range(max_new_tokens):
                 if cache is None or cache.position >= cacheable:
-                    cache, fresh = KVCache(self.config.n_layer, capacity, fixed=bool(hidden)) if use_cache else None, window
-                step = hidden if cache and cache.position else None
-                logits = self(fresh, cache=cache, last_only=True, hidden=step)[:, -1]  # (B, V)
+                    cache, fresh = KVCache(self.config.n_layer, capacity, fixed) if use_cache else None, window
+                one = step if cache and cache.position else None
+                logits = self(fresh, cache=cache, last_only=True, step=one)[:, -1]  # (B, V)
                 fresh = sample_token(logits, temperature, top_k, top_p, generator)
                 window = torch.cat((window, fresh), dim=1)[:, -block_size:]
                 yield fresh

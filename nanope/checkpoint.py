@@ -230,20 +230,24 @@ def load_weights(model, tensors, where):
         parameter.copy_(tensors[name])
 
 
-def optimizer_tensors(optimizer, names):
-    """The optimizer's state as a flat dict: 'exp_avg.<parameter>' and so on. names: parameter -> its name."""
-    return {f'{key}.{names[p]}': tensor for p, state in optimizer.state.items() for key, tensor in state.items()}
+def optimizer_tensors(optimizers, names):
+    """The optimizers' state as a flat dict: 'exp_avg.<parameter>' and so on. names: parameter -> its name."""
+    return {f'{key}.{names[p]}': tensor for optimizer in optimizers
+            for p, state in optimizer.state.items() for key, tensor in state.items()}
 
 
-def load_optimizer(optimizer, tensors, names, where):
+def load_optimizer(optimizers, tensors, names, where):
     """Put back what optimizer_tensors gave: all or, where names or shapes differ, nothing and one ValueError."""
-    moments = ('exp_avg', 'exp_avg_sq')
-    shapes = {f'{key}.{name}': p.shape for key in moments for p, name in names.items()}
-    check_fit(shapes | {f'step.{name}': torch.Size() for name in names.values()}, tensors, where)
-    for p, name in names.items():
-        step = tensors[f'step.{name}']  # AdamW counts on the CPU unless it is fused
-        optimizer.state[p] = {'step': step.to(p.device) if optimizer.defaults['fused'] else step,
-                              **{key: tensors[f'{key}.{name}'].to(p.device) for key in moments}}
+    owners = [(p, optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group['params']]
+    moments = {p: ('momentum_buffer',) if isinstance(optimizer, torch.optim.Muon) else ('exp_avg', 'exp_avg_sq') for p, optimizer in owners}
+    shapes = {f'{key}.{names[p]}': p.shape for p in moments for key in moments[p]}
+    counts = {f'step.{names[p]}': torch.Size() for p, keys in moments.items() if 'exp_avg' in keys}
+    check_fit(shapes | counts, tensors, where)
+    for p, optimizer in owners:
+        optimizer.state[p] = {key: tensors[f'{key}.{names[p]}'].to(p.device) for key in moments[p]}
+        if 'exp_avg' in moments[p]:
+            step = tensors[f'step.{names[p]}']  # AdamW counts on the CPU unless it is fused
+            optimizer.state[p]['step'] = step.to(p.device) if optimizer.defaults['fused'] else step
 
 
 def load_model(run, step='latest', device='cpu'):
