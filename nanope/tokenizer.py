@@ -91,7 +91,7 @@ class GPT2Tokenizer:
                                      special_tokens={SEPARATOR: self.separator}, explicit_n_vocab=self.vocab_size)
 
     def encode(self, text):
-        return np.array(self.bpe.encode_ordinary(text), dtype=self.dtype)
+        return self.bpe.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)  # special strings are ordinary text
 
     def encode_prompt(self, text):
         return self.bpe.encode(text, allowed_special={SEPARATOR})
