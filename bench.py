@@ -81,6 +81,11 @@ class Bench:
     def dtype(self, shape):
         return device.resolve_dtype(self.config.dtype, self.device, measure.SHAPES[shape][2])[0]
 
+    def record(self, **values):
+        """Add a row to what --json writes; what is not given is null there."""
+        names = 'wpe', 'mode', 'shape', 'tokens_per_s', 'mfu', 'peak_mem_bytes', 'peer', 'peer_tokens_per_s', 'ratio', 'range'
+        self.rows.append({**dict.fromkeys(names), **values})
+
     def alternate(self, works, rounds=None):
         return measure.alternate(works, rounds or self.config.rounds, self.config.seconds, self.device, self.deadline)
 
@@ -91,9 +96,8 @@ class Bench:
             rate = tokens / statistics.median(seconds)
             against = measure.ratios(seconds, times[peer]) if peer in times and name != peer else None
             mfu = rate * flops / self.facts['matmul_peak_flops'] if flops and 'matmul_peak_flops' in self.facts else None
-            self.rows.append({'wpe': name, 'mode': mode, 'shape': shape, 'tokens_per_s': rate, 'mfu': mfu, 'peer': peer if against else None,
-                              'peak_mem_bytes': None, 'peer_tokens_per_s': tokens / statistics.median(times[peer]) if against else None,
-                              'ratio': against[0] if against else None, 'range': against[1:] if against else None})
+            self.record(wpe=name, mode=mode, shape=shape, tokens_per_s=rate, mfu=mfu, **({} if against is None else {
+                'peer': peer, 'peer_tokens_per_s': tokens / statistics.median(times[peer]), 'ratio': against[0], 'range': against[1:]}))
             beside = measure.ratios(seconds, times[first])
             table.append([name, f'{rate:,.0f}', '-' if mfu is None else f'{mfu:.0%}', spread(against), spread(beside)])
         return [['', 'tokens/s', 'of peak', f'times {peer or "a peer"}', f'times {first}'], *table]
@@ -118,15 +122,21 @@ class Bench:
 
     def train(self):
         for shape in self.config.shapes.split(','):
-            rows = self.config.rows or (16 if self.cuda and shape == 'gpt2' else measure.SHAPES[shape][5])
-            T = measure.SHAPES[shape][3]
-            works = {wpe: measure.our_step(shape, wpe, rows, self.device, self.dtype(shape), self.compile, optimizer=self.config.optimizer)
-                     for wpe in self.schemes}
-            if self.peer:
-                works['nanoGPT'] = measure.peer_step(self.peer, shape, rows, self.device)
-            flops = measure.build(shape, 'none').flops_per_token()
-            table = self.add('train', f'{shape}, {rows} x {T}', self.alternate(works), rows * T, 'nanoGPT' if self.peer else None, flops)
-            show(f'TRAINING STEP, {shape}, {rows} x {T} tokens, {self.dtype(shape)}, {"compiled" if self.compile else "eager"}', table)
+            T, sizes = measure.SHAPES[shape][3], [self.config.rows or measure.SHAPES[shape][5]]
+            if self.cuda and shape == 'gpt2' and not self.config.rows:  # as many as fit; and nanoGPT's own number
+                model = measure.build(shape, 'none').to(self.device)
+                sizes = [device.micro_batch('auto', model, 64, self.device, device.autocast(self.device, 'bfloat16'))[0], 12]
+            for rows in sizes:
+                self.train_shape(shape, rows, T)
+
+    def train_shape(self, shape, rows, T):
+        how = dict(optimizer=self.config.optimizer)
+        works = {wpe: measure.our_step(shape, wpe, rows, self.device, self.dtype(shape), self.compile, **how) for wpe in self.schemes}
+        if self.peer:
+            works['nanoGPT'] = measure.peer_step(self.peer, shape, rows, self.device)
+        flops = measure.build(shape, 'none').flops_per_token()
+        table = self.add('train', f'{shape}, {rows} x {T}', self.alternate(works), rows * T, 'nanoGPT' if self.peer else None, flops)
+        show(f'TRAINING STEP, {shape}, {rows} x {T} tokens, {self.dtype(shape)}, {"compiled" if self.compile else "eager"}', table)
 
     def context(self):
         """The same tokens in ever longer rows: attention's share grows, all else stays."""
@@ -186,9 +196,9 @@ class Bench:
         times = self.alternate(works, 3)
         for size in sizes:
             gain = measure.ratios([t / size for t in times[f'batch {size}']], times['batch 1'])
-            self.rows.append({'wpe': first, 'mode': 'sample', 'shape': f'gpt2, batch {size}', 'ratio': gain[0], 'peer': 'batch 1',
-                              'tokens_per_s': size * n / statistics.median(times[f'batch {size}']), 'mfu': None, 'peak_mem_bytes': None,
-                              'peer_tokens_per_s': n / statistics.median(times['batch 1']), 'range': gain[1:]})
+            self.record(wpe=first, mode='sample', shape=f'gpt2, batch {size}', ratio=gain[0], range=gain[1:], peer='batch 1',
+                        tokens_per_s=size * n / statistics.median(times[f'batch {size}']),
+                        peer_tokens_per_s=n / statistics.median(times['batch 1']))
             print(f'batch {size}: {self.rows[-1]["tokens_per_s"]:,.0f} tokens/s, {spread(gain)} times batch 1')
 
     def evaluate(self):
@@ -198,7 +208,8 @@ class Bench:
         models = {wpe: measure.build(shape, wpe).to(self.device) for wpe in self.schemes}
         autocast = device.autocast(self.device, self.dtype(shape))
         works = {wpe: lambda model=model: token_losses(model, rows, autocast=autocast) for wpe, model in models.items()}
-        show(f'EVALUATION, {shape}, {T} tokens a row', self.add('evaluate', f'{shape}, 32 x {T}', self.alternate(works), rows[:, 1:].numel()))
+        table = self.add('evaluate', f'{shape}, 32 x {T}', self.alternate(works), rows[:, 1:].numel())
+        show(f'EVALUATION, {shape}, {T} tokens a row', table)
 
     def tokenise(self):
         """prepare.py's own encoding against bare tiktoken on the same texts and as many processes; starting these is left out."""
@@ -208,11 +219,11 @@ class Bench:
         tokenizer = GPT2Tokenizer()
         rate = measure.encoding_rates(pieces, texts, tokenizer, workers, self.config.rounds)
         ratio = measure.ratios(rate['prepare.py'], rate['tiktoken'])
-        self.rows.append({'wpe': None, 'mode': 'tokenise', 'shape': f'{workers} processes', 'ratio': ratio[0], 'range': ratio[1:],
-                          'tokens_per_s': rate['tokens'] / statistics.median(rate['prepare.py']), 'mfu': None, 'peak_mem_bytes': None,
-                          'peer': 'tiktoken', 'peer_tokens_per_s': rate['tokens'] / statistics.median(rate['tiktoken'])})
-        print(f'\nTOKENISATION, {size / 1e6:.0f} MB, {workers} processes\nprepare.py {size / 1e6 / statistics.median(rate["prepare.py"]):.1f} '
-              f'MB/s, tiktoken alone {size / 1e6 / statistics.median(rate["tiktoken"]):.1f}; {spread(ratio)} times tiktoken', flush=True)
+        ours, theirs = (statistics.median(rate[name]) for name in ('prepare.py', 'tiktoken'))
+        self.record(mode='tokenise', shape=f'{workers} processes', ratio=ratio[0], range=ratio[1:], tokens_per_s=rate['tokens'] / ours,
+                    peer='tiktoken', peer_tokens_per_s=rate['tokens'] / theirs)
+        print(f'\nTOKENISATION, {size / 1e6:.0f} MB, {workers} processes\nprepare.py {size / 1e6 / ours:.1f} MB/s, tiktoken alone '
+              f'{size / 1e6 / theirs:.1f}; {spread(ratio)} times tiktoken', flush=True)
 
     def memory(self):
         """The most that three updates of GPT-2 124M take, 4 rows of 1,024 tokens, each in a process of its own."""
@@ -227,8 +238,8 @@ class Bench:
             child.join()
             peaks[name] = results.get() if child.exitcode == 0 else None
             against = peaks[name] / peaks['nanoGPT'] if self.peer and peaks[name] and name != 'nanoGPT' else None
-            self.rows.append({'wpe': name, 'mode': 'memory', 'shape': 'gpt2, 4 x 1024', 'tokens_per_s': None, 'mfu': None, 'ratio': against,
-                              'peak_mem_bytes': peaks[name], 'peer': 'nanoGPT' if against else None, 'peer_tokens_per_s': None})
+            self.record(wpe=name, mode='memory', shape='gpt2, 4 x 1024', peak_mem_bytes=peaks[name], ratio=against,
+                        peer='nanoGPT' if against else None)
             table.append([name, f'{(peaks[name] or 0) / 1e9:.2f}', '-' if against is None else f'{against:.2f}'])
         show(f'PEAK MEMORY, gpt2, 4 x 1024 tokens, {self.dtype("gpt2")}', table)
 
@@ -243,7 +254,8 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, 'run')
             small = ['--n_layer=4', '--n_head=4', '--n_embd=128', '--block_size=64', '--batch_size=12', '--max_iters=1', '--eval_tokens=64']
-            commands = {'train.py': [os.path.join(root, 'train.py'), '--dataset=shakespeare', f'--out_dir={out}', '--overwrite=true', *small],
+            train = ['--dataset=shakespeare', f'--out_dir={out}', '--overwrite=true', *small]
+            commands = {'train.py': [os.path.join(root, 'train.py'), *train],
                         'sample.py': [os.path.join(root, 'sample.py'), f'--out_dir={out}', '--max_new_tokens=1'],
                         "nanoGPT's sample.py": ['sample.py', '--out_dir=out-shakespeare-char', f'--device={self.device}', '--num_samples=1',
                                                 '--max_new_tokens=1']}
@@ -258,8 +270,7 @@ class Bench:
         table = [['', 'seconds']] + [[name, f'{statistics.median(each):.2f}'] for name, each in times.items()]
         show('START-UP, whole processes: one update with its evaluations and saves; one character', table)
         for name, each in times.items():
-            self.rows.append({'wpe': None, 'mode': 'start', 'shape': name, 'seconds': statistics.median(each), 'tokens_per_s': None, 'mfu': None,
-                              'peak_mem_bytes': None, 'peer': None, 'peer_tokens_per_s': None, 'ratio': None})
+            self.record(mode='start', shape=name, seconds=statistics.median(each))
         if len(times) > 2:
             print(f"sample.py: {spread(measure.ratios(times['sample.py'], times[name]))} times as fast as nanoGPT's")
 

@@ -83,7 +83,13 @@ def lengths_table(report, heading, note, protocol, name, form, scale=1):
 
 def tables(report):
     """All tables of a report."""
-    found, first = [schemes_table(report)], report['schemes'][0]
+    found, first, tuned = [schemes_table(report)], report['schemes'][0], report.get('sweep')
+    if tuned:
+        rows = [('scheme', *next(iter(tuned['losses'].values())))]
+        rows += [(wpe, *(cell(loss) + '*' * (value == tuned['best'][wpe]) for value, loss in losses.items()))
+                 for wpe, losses in tuned['losses'].items()]
+        note = 'final validation loss with seed 0; * the value that the seeds compared were trained with'
+        found.append((f'Sweep of {tuned["setting"]}', note, rows, (0,)))
     if first['context']:
         found += [lengths_table(report, 'Same targets by tokens of context', 'nats a token; - where a learned table has no rows',
                                 'context', 'loss', '.3f'),

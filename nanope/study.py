@@ -128,28 +128,58 @@ def wait_for(run):
         lock_folder(run, 'trained', wait=True).release()
 
 
-def train_missing(to, files, wpes, seeds, flags):
+def train_missing(to, files, wpes, seeds, flags, tuned=None):
     """Train every scheme with every seed that is not there yet. Returns (run folders, failed cells as rows of report.json).
 
-    files: config files for train.py. flags: more of its settings. Raises Stopped."""
+    files: config files for train.py. flags: more of its settings. tuned: what sweep() returned. Raises Stopped."""
     ledger, runs, failed = open_ledger(to, settings_of(files, flags)), [], []
     os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
     for seed, wpe in itertools.product(seeds, wpes):
-        cell = f'{wpe}_{seed}'
-        run = os.path.join(to, 'runs', cell)
-        wait_for(run)
-        if finished(run):
-            ledger['cells'].setdefault(cell, {'seconds': None}).update(state='done', exit=0)
-        else:
-            args = [*files, *flags, f'--wpe={wpe}', f'--seed={seed}', f'--out_dir={run}', '--init_from=auto']
-            run_cell(to, ledger, cell, 'train', args)
-        code = ledger['cells'][cell]['exit']
+        more = {tuned['setting']: tuned['best'][wpe]} if tuned else {}
+        run, code = train_one(to, ledger, '_'.join([wpe, *more.values(), str(seed)]), files, flags, wpe=wpe, seed=seed, **more)
         if code:
             failed.append({'run': run, 'wpe': wpe, 'extension': None, 'seed': seed, 'exit': code})
         else:
             runs.append(run)
     write_json(os.path.join(to, 'ledger.json'), ledger)
     return runs, failed
+
+
+def train_one(to, ledger, cell, files, flags, **settings):
+    """Train a cell unless that is done: (its run folder, its exit code)."""
+    run = os.path.join(to, 'runs', cell)
+    wait_for(run)
+    if finished(run):
+        ledger['cells'].setdefault(cell, {'seconds': None}).update(state='done', exit=0)
+    else:
+        args = [f'--{name}={value}' for name, value in settings.items()]
+        run_cell(to, ledger, cell, 'train', [*files, *flags, *args, f'--out_dir={run}', '--init_from=auto'])
+    return run, ledger['cells'][cell]['exit']
+
+
+def read_sweep(text):
+    """'learning_rate=1e-3,3e-3' -> ('learning_rate', ['1e-3', '3e-3']). Raises ValueError."""
+    name, equals, values = text.partition('=')
+    values = values.split(',')
+    if not equals or len(values) < 2 or not all(values) or len(set(values)) < len(values) or name in OURS:
+        raise ValueError(f'--sweep={text}: write a setting of train.py and two or more values, as in --sweep=learning_rate=1e-3,3e-3')
+    return name, values
+
+
+def sweep(to, files, wpes, flags, name, values):
+    """Try each value of a setting for every scheme alike, with seed 0: {'setting', 'losses': {wpe: {value: loss, None if it failed}},
+    'best': {wpe: value}}. The loss is the final one on all validation tokens, so what is compared later uses other seeds."""
+    ledger, losses = open_ledger(to, settings_of(files, flags)), {}
+    os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
+    for wpe, value in itertools.product(wpes, values):
+        run, code = train_one(to, ledger, f'{wpe}_{value}_0', files, flags, wpe=wpe, seed=0, **{name: value})
+        final = [record['loss'] for record in metrics.read(run) if record['event'] == 'final']
+        losses.setdefault(wpe, {})[value] = None if code else final[-1]
+    hopeless = [wpe for wpe, found in losses.items() if all(loss is None for loss in found.values())]
+    if hopeless:
+        raise ValueError(f'--sweep: no value of {name} trained {", ".join(hopeless)}; see {to}/runs/*.log')
+    best = {wpe: min((value for value in values if found[value] is not None), key=found.get) for wpe, found in losses.items()}
+    return {'setting': name, 'losses': losses, 'best': best}
 
 
 # ---- extending -------------------------------------------------------------------------------------------------------
