@@ -184,17 +184,17 @@ class KVCache:
         self.keys, self.values = [None] * n_layer, [None] * n_layer  # allocated by the first call: (B, H, capacity, D) each
 
     def place(self, T, device):
-        """Set `slots`, where T tokens from `position` on go. Returns the positions that the slots to look at then hold, int64 (S,);
-        those of slots that are still empty are negative."""
+        """Set `slots`, where T tokens from `position` on go, and `look`, how many slots they look at. Returns the positions that these then
+        hold, int64 (look,), negative for those still empty."""
         end = self.position + T
         if T > 1 and end > self.capacity:
             raise ValueError(f'{T} tokens at position {self.position} do not fit a cache of {self.capacity}: pass them one by one')
         self.slots = torch.arange(self.position, end, device=device) % self.capacity
-        look = -(-end // self.fixed) * self.fixed if self.fixed and T == 1 else end
-        slot = torch.arange(min(look, self.capacity), device=device)
+        self.look = min(-(-end // self.fixed) * self.fixed if self.fixed and T == 1 else end, self.capacity)
+        slot = torch.arange(self.look, device=device)
         return end - 1 - (end - 1 - slot) % self.capacity
 
-    def append(self, layer, k, v, look):
+    def append(self, layer, k, v):
         """Store k, v (B, H, T, D) in the slots of place(). Returns what the first `look` slots hold, (B, H, look, D) each."""
         if self.keys[layer] is None:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
@@ -204,7 +204,7 @@ class KVCache:
                 torch._dynamo.mark_static_address(self.values[layer], guard=False)
         self.keys[layer][:, :, self.slots] = k
         self.values[layer][:, :, self.slots] = v
-        return self.keys[layer][:, :, :look], self.values[layer][:, :, :look]
+        return self.keys[layer][:, :, :self.look], self.values[layer][:, :, :self.look]
 
 
 class CausalSelfAttention(nn.Module):
@@ -216,7 +216,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, mask=None, cache=None, look=0):
+    def forward(self, x, rope=None, mask=None, cache=None):
         B, T, C = x.size()
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.unbind(2)                                   # (B, T, H, D) each
@@ -224,7 +224,7 @@ class CausalSelfAttention(nn.Module):
             q, k = rotate(qkv[:, :, :2], *rope).unbind(2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
         if cache is not None:
-            k, v = cache.append(self.layer, k, v, look)           # (B, H, S, D), S >= T
+            k, v = cache.append(self.layer, k, v)                 # (B, H, S, D), S >= T
         if mask is not None and mask.is_floating_point():
             mask = mask.to(q.dtype)
         dropout = self.dropout if self.training else 0.0
@@ -267,8 +267,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope=None, mask=None, cache=None, look=0):
-        x = x + self.attn(self.ln_1(x), rope, mask, cache, look)
+    def forward(self, x, rope=None, mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), rope, mask, cache)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -375,8 +375,8 @@ class GPT(nn.Module):
                 mask = None                                       # causal, or all of it
         return wpe, rope, mask
 
-    def hidden(self, idx, wpe, rope, mask, cache=None, look=0):
-        """What lm_head reads of token ids idx (B, T): (B, T, C). look: slots of the cache to attend to."""
+    def hidden(self, idx, wpe, rope, mask, cache=None):
+        """What lm_head reads of token ids idx (B, T) at the places that positions() gave: (B, T, C)."""
         x = self.transformer.wte(idx)                             # (B, T, C)
         if wpe is not None:
             x = (x + wpe).to(x.dtype)
@@ -384,15 +384,15 @@ class GPT(nn.Module):
             x = x.bfloat16()                                      # the residual stream too: half the memory traffic between matrices
         x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = block(x, rope, mask, cache, look)
+            x = block(x, rope, mask, cache)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
         return self.lm_head(x)[..., :self.config.vocab_size]      # rows that pad the vocabulary take no part
 
-    def step(self, idx, wpe, rope, mask, cache, look):
+    def step(self, idx, wpe, rope, mask, cache):
         """Logits (B, 1, V) of one more token each; what a cached step leaves to the compiler."""
-        return self.logits(self.hidden(idx, wpe, rope, mask, cache, look))
+        return self.logits(self.hidden(idx, wpe, rope, mask, cache))
 
     def forward(self, idx, targets=None, *, start=0, cache=None, last_only=False, reduction='mean', step=None):
         """Logits of token ids idx (B, T), or their loss against targets (B, T).
@@ -402,8 +402,7 @@ class GPT(nn.Module):
         cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or 'none' (B, T). Raises ValueError as positions() does."""
         B, T = idx.size()
         wpe, rope, mask = self.positions(start if cache is None else cache.position, T, cache)
-        look = 0 if cache is None else min(cache.position + T, cache.capacity) if mask is None else mask.size(-1)
-        x = (step or self.hidden)(idx, wpe, rope, mask, cache, look)
+        x = (step or self.hidden)(idx, wpe, rope, mask, cache)
         if cache is not None:
             cache.position += T
         if step or targets is None:

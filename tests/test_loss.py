@@ -113,9 +113,9 @@ def test_steps_of_fixed_shapes(wpe):
     """Whether slots are empty, filled or overwritten: the same logits as without, and few shapes."""
     model, shapes = build(wpe, block_size=160, n_layer=2), set()
 
-    def step(idx, wpe, rope, mask, cache, look):
-        shapes.add((tuple(idx.shape), tuple(mask.shape), look))
-        return model.step(idx, wpe, rope, mask, cache, look)
+    def step(idx, wpe, rope, mask, cache):
+        shapes.add((tuple(idx.shape), tuple(mask.shape), cache.look))
+        return model.step(idx, wpe, rope, mask, cache)
     for n, looks in ((40, {128}), (90, {128}), (200, {128, 160})):
         assert torch.equal(greedy(model, tokens(3, 20), n, step=step), greedy(model, tokens(3, 20), n))
         assert {look for *_, look in shapes} == looks and len(shapes) == len(looks)
@@ -127,7 +127,7 @@ def test_slots_are_looked_at_in_steps():
     model, idx, looks = build('rope'), tokens(2, 32), []
 
     def step(*args):
-        looks.append(args[-1])
+        looks.append(args[-1].look)
         return model.step(*args)
     cache = KVCache(3, 32, fixed=8)
     logits = [model(idx[:, :5], cache=cache)] + [model(idx[:, t:t + 1], cache=cache, step=step) for t in range(5, 32)]
