@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -286,7 +287,7 @@ class GPT(nn.Module):
 
     def __init__(self, config, seed=1337):
         super().__init__()
-        self.config = config
+        self.config, self.checkpoint_blocks = config, False       # True: less memory in training, see forward()
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
             drop=nn.Dropout(config.dropout),
@@ -384,7 +385,8 @@ class GPT(nn.Module):
             x = x.bfloat16()                                      # the residual stream too: half the memory traffic between matrices
         x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = block(x, rope, mask, cache)
+            recompute = self.checkpoint_blocks and self.training  # in the backward pass, instead of keeping what is inside a block
+            x = checkpoint(block, x, rope, mask, use_reentrant=False) if recompute else block(x, rope, mask, cache)
         return self.transformer.ln_f(x)
 
     def logits(self, x):

@@ -13,6 +13,7 @@ import torch
 
 from nanope import checkpoint, device
 from nanope.configurator import configure, run
+from nanope.tokenizer import default_prompt
 
 
 @dataclass
@@ -96,7 +97,7 @@ def main(argv=None):
     model, tokenizer, found = checkpoint.load_model(config.out_dir, config.step, device_name)
     dtype, _ = device.resolve_dtype(config.dtype, device_name, model.config.n_embd)
     if config.start is None:
-        config.start = '\n' if '\n' in getattr(tokenizer, 'chars', '\n') else '<|endoftext|>'
+        config.start = default_prompt(tokenizer)
     prompt = tokenizer.encode_prompt(read_prompt(config.start))
     if not prompt:
         raise ValueError('the prompt is empty: give --start=TEXT, at least one character')

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, metrics, optim, parallel, plots, runfolder
+from nanope import checkpoint, device, lr_range, metrics, monitor, optim, parallel, plots, runfolder
 from nanope.configurator import catch_signals, configure, run
 from nanope.evaluate import evaluate
 from nanope.files import lock_folder, write_json
@@ -56,6 +56,9 @@ class TrainConfig(GPTConfig):
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0              # norm; 0 = off
+    lr_range: str | None = None         # 1e-5:1 = instead of training try the learning rates between, and suggest one
+    patience: int | None = None         # stop after so many evaluations without an improvement; none = train to max_iters
+    min_delta: float = 0.0              # what an improvement must exceed, nats
     # evaluation, logging, checkpoints: none of these changes the course of training
     eval_interval: int = 250            # updates between evaluations; one more at the start and at the end
     eval_tokens: int | None = None      # validation tokens an evaluation on the way; none = all. The last one always uses all
@@ -63,6 +66,8 @@ class TrainConfig(GPTConfig):
     checkpoint_interval: int | None = None  # updates between checkpoints; none = eval_interval. One more at the end
     keep_checkpoints: int = 2           # the newest ones; the best is kept besides
     log_interval: int = 10              # updates between training records
+    sample_interval: int | None = None  # updates between texts drawn from the model; none = never
+    sample_tokens: int = 100            # tokens of each
     wandb: Literal['off', 'online', 'offline'] = 'off'  # mirror metrics.jsonl to Weights & Biases
     wandb_project: str = 'nanope'
     # machine
@@ -70,18 +75,25 @@ class TrainConfig(GPTConfig):
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights stay float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile
     threads: int | None = None          # CPU threads; none = torch's choice
+    checkpoint_blocks: bool = False     # keep the input of each block alone and compute the rest again: less memory, a third slower
+    shard: bool = False                 # several processes keep a part of weights and optimizer state each (FSDP2): for large models
 
     def problems(self):
         found = super().problems()
         for name in ('batch_size', 'gradient_accumulation_steps', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
-                     'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'lr_decay_iters', 'threads'):
+                     'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'lr_decay_iters', 'threads', 'patience', 'sample_interval',
+                     'sample_tokens'):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 found.append(f'{name}={getattr(self, name)} must be at least 1')
         if isinstance(self.micro_batch, int) and self.micro_batch < 1:
             found.append(f'micro_batch={self.micro_batch} must be at least 1')
-        for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'muon_lr', 'muon_weight_decay'):
+        for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'min_delta', 'muon_lr',
+                     'muon_weight_decay'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 found.append(f'{name}={getattr(self, name)} must not be negative')
+        found += lr_range.problems(self)
+        if self.shard and self.optimizer == 'muon':
+            found.append('shard=True splits the matrices, which Muon needs whole: use optimizer=adamw')
         parts, world = self.gradient_accumulation_steps, parallel.world
         if parts % world:
             near = ' or '.join(str(n) for n in (parts - parts % world, parts - parts % world + world) if n > 0)
@@ -126,7 +138,7 @@ def update(loss_of, optimizers, scaler, config, data, step, lr, device_name, aut
     parallel.add_up([told, *(p.grad for p in params)])
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    told[1] = torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
+    told[1] = parallel.whole(torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf))
     optim.set_learning_rate(optimizers, lr)
     if scaler.is_enabled():
         if told[0].isfinite():
@@ -173,41 +185,23 @@ def crash(config, step, **facts):
 
 
 def save(config, step, model, optimizers, scaler, names, data, environment, origin):
-    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints."""
+    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. All ranks take part."""
+    weights = parallel.whole_dict(dict(model.named_parameters()))
+    moments = parallel.whole_dict(checkpoint.optimizer_tensors(optimizers, names))
+    if parallel.rank:
+        return
     try:
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
     except ValueError:
         state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
                  'scaler': scaler.state_dict(), 'origin': origin}
-        checkpoint.save(config.out_dir, step, dict(model.named_parameters()), checkpoint.optimizer_tensors(optimizers, names),
-                        state, environment)
+        checkpoint.save(config.out_dir, step, weights, moments, state, environment)
     evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
     held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
     if held:
         best = min(held, key=evals.get)
         checkpoint.mark_best(config.out_dir, best, evals[best])
     checkpoint.prune(config.out_dir, step, config.keep_checkpoints)
-
-
-def describe(config, model, data, reasons):
-    """Print what is about to be trained, on what, and why so."""
-    print(model.parameter_report())
-    rms = {'tokens': model.transformer.wte.weight[:config.vocab_size]}
-    if config.wpe == 'learned':
-        rms['positions'] = model.transformer.wpe.weight
-    elif config.wpe == 'sinusoidal':
-        rms['positions'] = model.wpe_table
-    print('embeddings, RMS at start: ' + ', '.join(f'{name} {t.detach().square().mean().sqrt():.4f}' for name, t in rms.items()))
-    for name, (value, reason) in reasons.items():
-        print(f'{name}: {value} ({reason})')
-    update = config.batch_size * config.gradient_accumulation_steps * config.block_size
-    print(f'data: {config.dataset}, {data.train.tokens:,} training tokens, {data.val.tokens:,} for validation; '
-          f'{update:,} tokens an update, {config.max_iters * update / data.train.tokens:.3g} passes over the data in all')
-    if update > data.train.tokens:
-        print(f'warning: one update covers {update:,} tokens, more than the {data.train.tokens:,} there are: '
-              'lower gradient_accumulation_steps or batch_size', file=sys.stderr)
-    if config.warmup_iters >= config.max_iters:
-        print(f'warning: warmup_iters={config.warmup_iters} never ends within max_iters={config.max_iters}', file=sys.stderr)
 
 
 @parallel.ranks()
@@ -224,6 +218,7 @@ def main(argv=None):
     config.vocab_size = data.vocab_size
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     config.min_lr = config.learning_rate / 10 if config.min_lr is None else config.min_lr
+    config.out_dir = lr_range.folder(config)
     resumed, started = runfolder.find_start(config, data.tokenizer)
     data.check_length(config.block_size)
     if config.train_only == 'wpe' and config.wpe != 'learned':
@@ -232,6 +227,7 @@ def main(argv=None):
     device_name, why_device = device.place(*device.resolve_device(config.device))
     dtype, why_dtype = device.resolve_dtype(config.dtype, device_name, config.n_embd)
     autocast = device.autocast(device_name, dtype)
+    sharded = parallel.may_shard(config.shard, dtype)
     first = parallel.rank == 0
     lock = lock_folder(config.out_dir, 'trained') if first else None  # noqa: F841 (held until the process ends)
     parallel.join(f'{config} {data.digest} {resumed} {started}')
@@ -239,11 +235,13 @@ def main(argv=None):
     if first and not resumed:
         runfolder.clear(config.out_dir)
 
-    model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed).to(device_name)
+    model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed)
     if started:
         checkpoint.load_weights(model, started.tensors('model'), started.path)
     if config.train_only == 'wpe':
         model.requires_grad_(False).transformer.wpe.requires_grad_(True)
+    model = parallel.shard(model, device_name) if sharded else model.to(device_name)
+    model.checkpoint_blocks = config.checkpoint_blocks
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     update_rows = config.batch_size * config.gradient_accumulation_steps
     config.micro_batch, why_rows = device.micro_batch(config.micro_batch or config.batch_size, model, update_rows // parallel.world,
@@ -253,9 +251,9 @@ def main(argv=None):
     loss_of, is_compiled, why_compile = device.compile_model(model, compile, config.micro_batch, device_name, autocast, seconds)
     optimizers = optim.build(config, model, device_name)
     scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')
-    environment = device.environment(device_name, dtype, is_compiled) | {'micro_batch': config.micro_batch}
-    describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype), 'compile': (is_compiled, why_compile),
-                                   'micro_batch': (config.micro_batch, why_rows)})
+    environment = device.environment(device_name, dtype, is_compiled) | {'shard': sharded or None, 'micro_batch': config.micro_batch}
+    monitor.describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype),
+                                           'compile': (is_compiled, why_compile), 'micro_batch': (config.micro_batch, why_rows)})
 
     step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
     if resumed:
@@ -263,6 +261,9 @@ def main(argv=None):
     if first:
         metrics.rewind(config.out_dir, step)
         write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
+    if config.lr_range:
+        trial = lambda step, lr: update(loss_of, optimizers, scaler, config, data, step, lr, device_name, autocast, caught).tolist()  # noqa
+        return EXIT_STOPPED if lr_range.run_test(config, trial) else EXIT_DONE
     wandb = metrics.start_wandb(config.wandb if first else 'off', config.wandb_project, config.out_dir, asdict(config))
 
     def record(event, at, **values):
@@ -277,6 +278,7 @@ def main(argv=None):
     evaluated = parallel.any_rank(first and any(r['event'] == 'eval' and r['step'] == step for r in metrics.read(config.out_dir)))
     peak = device.peak_flops(device_name, dtype)
     update_tokens = update_rows * config.block_size
+    stalled = monitor.out_of_patience(config)
     seconds, result, stop = None, None, parallel.any_rank(caught)  # of an update, smoothed; of the last evaluation; in all processes
     waits = scaler.is_enabled() or not device.runs_ahead(device_name)  # after every update, for what it tells
     told, started = [], None  # by the updates since we asked last, and when the first of them began
@@ -287,7 +289,7 @@ def main(argv=None):
               bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}|{postfix}', mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
         while True:
             # once in a while: evaluate, save, stop
-            last = step >= config.max_iters
+            last = step >= config.max_iters or stalled
             evaluating = (last or step % config.eval_interval == 0) and not evaluated
             saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
             logging = (step - 1) % config.log_interval == 0 or last
@@ -304,7 +306,7 @@ def main(argv=None):
                 mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak / parallel.world:.1%}' if peak else ''
                 left = bar.format_interval((config.max_iters - step) * seconds)
                 bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
-            if (evaluating or saving or stop) and not all(p.isfinite().all() for p in names):
+            if (evaluating or saving or stop) and parallel.any_rank(not all(parallel.own(p).isfinite().all() for p in names)):
                 bar.close()
                 return crash(config, step, weights='nan or inf')
             if evaluating:
@@ -313,10 +315,14 @@ def main(argv=None):
                     record('eval', step, loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
                     bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
                     evaluated = True
-                stop = parallel.any_rank(caught)
-            if saving or stop:
-                if first:
-                    save(config, step, model, optimizers, scaler, names, data, environment, origin)
+                stop, stalled = parallel.any_rank(caught), monitor.out_of_patience(config)
+                last = last or stalled
+            if config.sample_interval and step and step % config.sample_interval == 0:
+                text = monitor.sample(model, data.tokenizer, config.sample_tokens, config.seed + step, autocast)
+                record('sample', step, text=text)
+                bar.write(f'step {step}, a sample:\n{text}\n')
+            if saving or last or stop:
+                save(config, step, model, optimizers, scaler, names, data, environment, origin)
                 stop = parallel.any_rank(caught)
                 if last or stop:  # only here: who stops has saved
                     break
@@ -334,6 +340,7 @@ def main(argv=None):
             record('final', step, **{key: final[key] for key in ('loss', 'stderr', 'tokens', 'bits_per_byte')})
             print(f'{config.out_dir}: validation loss {final["loss"]:.4f} ± {final["stderr"]:.4f} on all {final["tokens"]:,} tokens, '
                   f'{final["bits_per_byte"]:.4f} bits a byte')
+            monitor.say_end(config, step)
     try:
         if first:
             plots.loss_curves([config.out_dir], os.path.join(config.out_dir, 'loss.png'))

@@ -1,5 +1,5 @@
-# The shortest way to a good character model on a small machine: two wide layers, RoPE, Muon. Some ten seconds on two CPU cores that multiply
-# bfloat16 matrices in hardware. Without such hardware Muon is slow; there --optimizer=adamw --learning_rate=4e-3 --max_iters=500 is faster.
+# A good character model as fast as a small machine can: two wide layers, RoPE, Muon. For CPUs that multiply bfloat16 matrices in hardware;
+# on others Muon is slow, and --optimizer=adamw --learning_rate=4e-3 --max_iters=500 faster.
 dataset = 'shakespeare'
 out_dir = 'out/shakespeare_fast'
 wpe = 'rope'

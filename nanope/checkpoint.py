@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
+from nanope import parallel
 from nanope.configurator import fit
 from nanope.files import read_json, sha256, sync, write_json
 from nanope.tokenizer import from_json
@@ -227,7 +228,7 @@ def load_weights(model, tensors, where):
     own = dict(model.named_parameters())
     check_fit({name: parameter.shape for name, parameter in own.items()}, tensors, where)
     for name, parameter in own.items():
-        parameter.copy_(tensors[name])
+        parameter.copy_(parallel.like(tensors[name], parameter))
 
 
 def optimizer_tensors(optimizers, names):
@@ -244,7 +245,7 @@ def load_optimizer(optimizers, tensors, names, where):
     counts = {f'step.{names[p]}': torch.Size() for p, keys in moments.items() if 'exp_avg' in keys}
     check_fit(shapes | counts, tensors, where)
     for p, optimizer in owners:
-        optimizer.state[p] = {key: tensors[f'{key}.{names[p]}'].to(p.device) for key in moments[p]}
+        optimizer.state[p] = {key: parallel.like(tensors[f'{key}.{names[p]}'], p) for key in moments[p]}
         if 'exp_avg' in moments[p]:
             step = tensors[f'step.{names[p]}']  # AdamW counts on the CPU unless it is fused
             optimizer.state[p]['step'] = step.to(p.device) if optimizer.defaults['fused'] else step

@@ -101,7 +101,8 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     if not wanted:
         return loss_function(model, False, rows, device), False, reason
     try:
-        loss_of = loss_function(model, True, rows, device)
+        sharded = any(map(parallel.is_sharded, model.parameters()))
+        loss_of = parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device)
         ids = torch.zeros(rows, model.config.block_size, dtype=torch.int64, device=device)
         with autocast():
             loss = loss_of(ids, ids)
@@ -114,6 +115,7 @@ def compile_model(model, compile, rows, device, autocast, seconds):
         if compile is True:
             raise ValueError(f'{what}; --compile=false trains without it') from error
         print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
+        parallel.compile_blocks(model, undo=True)
         return loss_function(model, False, rows, device), False, 'it failed, see the warning'
     finally:
         model.zero_grad(set_to_none=True)

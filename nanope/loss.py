@@ -5,6 +5,8 @@ On CUDA they stay whole: a compiled graph fuses the loss into what reads them; p
 """
 import torch
 
+from nanope import parallel
+
 CHUNK = 512           # tokens whose logits are held at once
 LARGE = 2**24         # logits of a micro-batch from which on pieces pay: 64 MB in float32
 
@@ -41,9 +43,10 @@ class HeadLoss(torch.autograd.Function):
         return dx * gradient, dw * gradient, None, None, None
 
 
-def in_pieces(config, rows, device):
-    """Whether the loss of a micro-batch of `rows` rows is had piece by piece."""
-    return torch.device(device).type == 'cpu' and rows * config.block_size * config.padded_vocab_size >= LARGE
+def in_pieces(model, rows, device):
+    """Whether the loss of a micro-batch of `rows` rows is had piece by piece. A sharded table is whole inside of forward() alone."""
+    logits = rows * model.config.block_size * model.config.padded_vocab_size
+    return torch.device(device).type == 'cpu' and logits >= LARGE and not parallel.is_sharded(model.lm_head.weight)
 
 
 def head_loss(model, hidden, idx, targets):
@@ -58,7 +61,7 @@ def loss_function(model, compiled, rows, device):
     """A function of (idx, targets), micro-batches of at most `rows` rows, that gives their mean loss as model itself would."""
     def compile(function):
         return torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
-    if not in_pieces(model.config, rows, device):
+    if not in_pieces(model, rows, device):
         return compile(model)
     hidden = compile(model.hidden)
     return lambda idx, targets: head_loss(model, hidden, idx, targets)

@@ -8,7 +8,7 @@ from nanope.files import read_json
 
 
 def append(run, record):
-    """Add one record: a flat dict with 'event', 'step' and 'loss'."""
+    """Add one record: a flat dict with 'event', 'step' and 'loss', or 'text' where the event is a sample."""
     with open(os.path.join(run, 'metrics.jsonl'), 'a', encoding='utf-8') as file:
         file.write(json.dumps(record) + '\n')
 
@@ -25,8 +25,9 @@ def read(run):
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            kinds = ('event', str), ('step', int), ('loss', (int, float))
-            if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in kinds):
+            record = record if isinstance(record, dict) else {}
+            kinds = ('event', str), ('step', int), (('text', str) if record.get('event') == 'sample' else ('loss', (int, float)))
+            if all(isinstance(record.get(name), kind) for name, kind in kinds):
                 records.append(record)
     return records
 
@@ -72,6 +73,10 @@ def spikes(losses):
     return found
 
 
+def first_line(error):
+    return str(error).strip().partition('\n')[0]
+
+
 def start_wandb(mode, project, run, config):
     """Mirror metrics to Weights & Biases: returns a function (method, *values) that calls the wandb run where there is one.
 
@@ -84,13 +89,16 @@ def start_wandb(mode, project, run, config):
                 getattr(each, method)(*values)
         except Exception as error:
             runs.clear()
-            print(f'warning: wandb: {error}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+            print(f'warning: wandb: {first_line(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
 
     if mode != 'off':
+        if mode == 'offline':
+            os.environ.setdefault('WANDB_ERROR_REPORTING', 'false')  # else it calls its makers all the same
         try:
             import wandb
+            limits = wandb.Settings(init_timeout=30, finish_timeout=60, finish_timeout_raises=True)  # a run does not wait for a network
             runs.append(wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config,
-                                   settings=wandb.Settings(init_timeout=30)))
+                                   settings=limits))
         except Exception as error:
-            print(f'warning: no wandb: {error}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+            print(f'warning: no wandb: {first_line(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
     return call

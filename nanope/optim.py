@@ -1,6 +1,8 @@
 """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
 import torch
 
+from nanope import parallel
+
 MATRICES = 'c_attn.weight', 'c_fc.weight', 'c_proj.weight'  # of a block; wte and wpe are matrices too, but tables to look things up in
 
 
@@ -40,8 +42,9 @@ def step(optimizers, finite):
     """Update the parameters if `finite` (bool tensor, on their device) says so, else leave them as they are.
 
     Fused AdamW looks at it on the device, so that the CPU need not wait for the GPU; others have to ask."""
+    sharded = any(map(parallel.is_sharded, parameters(optimizers)))
     for optimizer in optimizers:
-        if optimizer.defaults.get('fused'):
+        if optimizer.defaults.get('fused') and not sharded:
             optimizer.found_inf = (~finite).float()               # what a GradScaler would tell it
             optimizer.step()
         elif finite.item():

@@ -64,9 +64,11 @@ def join(facts):
 
 
 def add_up(tensors):
-    """Replace each tensor by its sum over all processes, all of them under way at once. Returns them."""
+    """Replace each tensor by its sum over all processes, all of them under way at once. Returns them.
+
+    Sharded gradients are sums already."""
     with all_there():
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors if world > 1]:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors if world > 1 and not is_sharded(tensor)]:
             work.wait()
     return tensors
 
@@ -88,3 +90,70 @@ def gather(part):
         with all_there():
             dist.all_gather(parts, torch.from_numpy(part))
     return torch.stack(parts, dim=1).flatten(0, 1).numpy()
+
+
+# ---- sharding: each process keeps a part of every weight, of its gradient and of its optimizer state --------------------------------
+
+def shard(model, device):
+    """Split a model that lies on the CPU over the processes with FSDP2; a block is put together when it is needed. Returns it, on device.
+
+    Parameters become DTensors of the same names and shapes. Sharded gradients come out of backward() added up over all processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh(torch.device(device).type, (world,))
+    for module in (*model.transformer.h, model):  # the rest belongs to the model itself: the tied embedding is there once
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # nothing stays whole, so that parameters always are the parts
+        module.set_gradient_divide_factor(1.0)  # a sum, as add_up() makes: train.py divides by the micro-batches of all processes
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    return model
+
+
+def compile_blocks(model, undo=False):
+    """Compile each block of a sharded model by itself, since between blocks weights are put together, which no compiler sees. Returns it.
+
+    In training alone: with a cache the shapes change with every token."""
+    for block in model.transformer.h:
+        vars(block).pop('forward', None)
+        if not undo:
+            plain, fast = block.forward, torch.compile(block.forward, fullgraph=True, dynamic=False)
+            block.forward = lambda *args, block=block, plain=plain, fast=fast: (fast if block.training else plain)(*args)
+    return model
+
+
+def may_shard(wanted, dtype):
+    """Whether to shard: where it was asked for and there is somebody to share with. ValueError where it cannot be."""
+    if wanted and dtype == 'float16':
+        raise ValueError('--shard=true does not scale the gradients that float16 needs: use --dtype=bfloat16 or --dtype=float32')
+    if wanted and world == 1:
+        print('warning: shard=True has no effect on a single process: start several with torchrun', file=sys.stderr)
+    return wanted and world > 1
+
+
+def is_sharded(tensor):
+    return hasattr(tensor, 'full_tensor')
+
+
+def own(tensor):
+    """What lies here of a tensor that may be sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor):
+    """A tensor that may be sharded, put together: all processes must ask."""
+    with all_there():
+        return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def whole_dict(tensors):
+    """{name: tensor}, each put together. Of sharded ones rank 0 gets copies on the CPU, one after the other, and the other ranks none."""
+    if not any(map(is_sharded, tensors.values())):
+        return tensors
+    return {name: full.cpu() for name, full in ((name, whole(tensor.detach())) for name, tensor in tensors.items()) if rank == 0}
+
+
+def like(tensor, parameter):
+    """A whole tensor, which every process has, as `parameter` has it: on its device and, where that is sharded, this process's part."""
+    if not is_sharded(parameter):
+        return tensor.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Plots of runs: python -m nanope.plots out/a out/b overlays their loss curves into loss.png."""
+"""Plots of runs: python -m nanope.plots out/a out/b overlays their loss curves into loss.png, or --to=FILE.png."""
 import os
 import sys
 
@@ -186,14 +186,15 @@ def comparison(report, path):
 
 
 def main():
-    runs = sys.argv[1:]
+    runs = [arg for arg in sys.argv[1:] if not arg.startswith('--to=')]
+    path = ([arg[5:] for arg in sys.argv[1:] if arg not in runs] or ['loss.png'])[-1]
     if {'-h', '--help'} & set(runs):
-        return print('usage: python -m nanope.plots out/a out/b ...   writes loss.png')
-    for path in runs or ['']:
-        if not os.path.isfile(os.path.join(path, 'metrics.jsonl')):
-            raise ValueError(f'{path or "no folder"} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...')
-    loss_curves(runs, 'loss.png')
-    print('wrote loss.png')
+        return print('usage: python -m nanope.plots out/a out/b ... [--to=loss.png]')
+    for each in runs or ['']:
+        if not os.path.isfile(os.path.join(each, 'metrics.jsonl')):
+            raise ValueError(f'{each or "no folder"} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...')
+    loss_curves(runs, path)
+    print(f'wrote {path}: loss while training of {", ".join(metrics.run_names(runs))}')
 
 
 if __name__ == '__main__':

@@ -9,8 +9,9 @@ from nanope import checkpoint
 
 IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
 FREE = {'out_dir', 'init_from', 'overwrite', 'allow_change', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
-        'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'threads', 'compile', 'micro_batch'}
-WRITTEN = 'ckpt', 'metrics.jsonl', 'config.json', 'loss.png', 'crash.json'  # what train.py writes, and nothing else
+        'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'threads', 'compile', 'micro_batch',
+        'sample_interval', 'sample_tokens', 'patience', 'min_delta', 'lr_range', 'checkpoint_blocks', 'shard'}
+WRITTEN = 'ckpt', 'metrics.jsonl', 'config.json', 'loss.png', 'lr_range.png', 'crash.json'  # what train.py writes, and nothing else
 
 
 def find_start(config, tokenizer):

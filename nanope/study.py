@@ -111,12 +111,13 @@ def exit_text(code):
 
 def finished(run):
     """Whether train.py came to the end of a run: its last evaluation is on record and its last checkpoint in order."""
+    ends = [record['step'] for record in metrics.read(run) if record['event'] == 'final']
     try:
-        last = read_json(os.path.join(run, 'config.json'))['max_iters']
-        checkpoint.verify(checkpoint.step_folder(run, last))
-    except (OSError, ValueError, KeyError):
+        config = read_json(os.path.join(run, 'config.json'))
+        checkpoint.verify(checkpoint.step_folder(run, ends[-1]))
+        return ends[-1] == config['max_iters'] or config.get('patience') is not None  # it may have stopped early
+    except (OSError, ValueError, KeyError, IndexError):
         return False
-    return any(record['event'] == 'final' and record['step'] == last for record in metrics.read(run))
 
 
 def wait_for(run):

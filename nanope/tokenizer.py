@@ -25,6 +25,11 @@ def from_json(json):
     raise ValueError(f'unknown tokenizer {str(json):.100}: its kind is neither char nor gpt2')
 
 
+def default_prompt(tokenizer):
+    """What a sample begins with where nothing else is asked for: a new line, where the vocabulary has one, else the separator."""
+    return '\n' if '\n' in getattr(tokenizer, 'chars', '\n') else SEPARATOR
+
+
 def dtype_for(vocab_size):
     """The smallest of the two types that hold every id of the vocabulary."""
     return np.dtype('uint16' if vocab_size <= 2**16 else 'uint32')

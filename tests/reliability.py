@@ -60,7 +60,7 @@ FAULTS = [
      'test_train.py::test_spike_is_no_crash test_compare.py::test_spikes_are_found_and_noise_is_not '
      'test_compare.py::test_a_spike_is_counted_flagged_and_kept'),
     ('the same seed, other intervals and logging', 'evaluation, saving, log interval, wandb', 'the same bits',
-     'test_train.py::test_free_settings_do_not_touch_the_losses test_train.py::test_wandb_offline_for_real'),
+     'test_train.py::test_free_settings_do_not_touch_the_losses test_monitor.py::test_wandb_offline_for_real'),
     ('the same seed, three schemes', 'started side by side', 'every shared weight and every batch the same bits',
      'test_train.py::test_schemes_share_batches_and_weights'),
     ('data replaced before resuming', 'other text, same characters', 'refused by digest',

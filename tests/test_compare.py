@@ -325,11 +325,11 @@ def test_plots_as_a_command(tmp_path, monkeypatch, capsys):
         return end.value.code, *capsys.readouterr()
 
     for flag in ('-h', '--help'):
-        assert call('nowhere', flag) == (0, 'usage: python -m nanope.plots out/a out/b ...   writes loss.png\n', '')
+        assert call('nowhere', flag) == (0, 'usage: python -m nanope.plots out/a out/b ... [--to=loss.png]\n', '')
     for args, what in (((), 'no folder'), (('nowhere',), 'nowhere'), (('.',), '.')):
         assert call(*args) == (2, '', f'error: {what} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...\n')
     (tmp_path / 'metrics.jsonl').write_text('{"event": "train", "step": 0, "loss": 4.2}\n')
-    assert call('.')[:2] == (0, 'wrote loss.png\n') and (tmp_path / 'loss.png').exists()
+    assert call('.')[1].startswith('wrote loss.png: ') and (tmp_path / 'loss.png').exists()
 
 
 # ---- spikes ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from runs import ROOT
 from train import TrainConfig
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob('*.py') if path.stem != 'model')
-CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py'))
+CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py') if 'finetune' not in path.stem and 'fast' not in path.stem)  # by scheme
 LAZY = {'datasets', 'wandb', 'matplotlib', 'tiktoken'}           # a run may not need them
 
 

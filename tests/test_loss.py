@@ -47,9 +47,9 @@ def test_in_bfloat16_it_stays_near_float64(monkeypatch):
 
 def test_large_vocabularies_on_a_cpu_go_in_pieces():
     config = GPTConfig(block_size=1024, n_layer=1, n_head=1, n_embd=8)
-    assert loss.in_pieces(config, 1, 'cpu') and not loss.in_pieces(config, 1, 'cuda')
-    assert not loss.in_pieces(GPTConfig(vocab_size=65, block_size=256, n_head=1, n_embd=8), 64, 'cpu')
     model = GPT(config)
+    assert loss.in_pieces(model, 1, 'cpu') and not loss.in_pieces(model, 1, 'cuda')
+    assert not loss.in_pieces(GPT(GPTConfig(vocab_size=65, block_size=256, n_layer=1, n_head=1, n_embd=8)), 64, 'cpu')
     x = torch.randint(50257, (1, 1024))
     close(loss.loss_function(model, False, 1, 'cpu')(x, x), model(x, x))
     assert loss.loss_function(model, False, 1, 'cuda') is model

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train as script
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, loader, metrics, plots
+from nanope import checkpoint, device, loader, metrics, monitor, plots
 from runs import flags, fork_train, losses, start, train, wait, weights
 
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none')
@@ -312,7 +312,7 @@ def test_signal_in_an_update(place, straight, monkeypatch, number, step):
 
 
 MOMENTS = {
-    'before the first step': (script, 'describe', 1, 0),
+    'before the first step': (monitor, 'describe', 1, 0),
     'while compiling': (device, 'compile_model', 1, 0),
     'in the first evaluation': (script, 'evaluate', 1, 0),
     'in a later evaluation': (script, 'evaluate', 2, 2),
@@ -795,17 +795,6 @@ def test_wandb_mirrors_the_metrics(place, monkeypatch):
                 for r in metrics.read(place / 'out/a')]
     assert seen == [*mirrored, ('finish',)]
     assert (given['project'], given['name'], given['mode'], given['config']['min_lr']) == ('p', 'a', 'online', 0.001)
-
-
-@pytest.mark.slow
-def test_wandb_offline_for_real(place, straight, monkeypatch):
-    """The real package without a network: its files lie in the run folder, and the losses are the same."""
-    pytest.importorskip('wandb')
-    process = start(place, 'train.py', *flags(wandb='offline'))
-    text = process.communicate(timeout=200)[1]
-    assert process.returncode == 0 and 'warning' not in text, text
-    assert list((place / 'out/a/wandb').glob('offline-run-*/*.wandb'))
-    assert_same_run(place, straight())
 
 
 def test_no_matplotlib(place, monkeypatch):
