@@ -115,19 +115,24 @@ def code_points(text):
     return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4').astype(np.int64)
 
 
+def byte_letters():
+    """{letter: byte}, in the order of GPT-2's ids. Its files write every byte as a letter that can be seen: the printable bytes of Latin-1
+    as themselves, the others as the letters from U+0100 on."""
+    seen = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != ' ']
+    order = seen + [byte for byte in range(256) if byte not in seen]
+    return {chr(byte) if rank < len(seen) else chr(256 + rank - len(seen)): byte for rank, byte in enumerate(order)}
+
+
 def gpt2_ranks():
     """{bytes: id} of GPT-2's 50,256 tokens, from its list of merges alone, in the order of the ids.
 
-    The list writes every byte as a letter that can be seen: the printable bytes of Latin-1 as themselves, the others
-    as the letters from U+0100 on. The ids begin with the bytes in this order; then each merge makes the next one.
+    The ids begin with the single bytes; then each merge makes the next one.
     """
     merges = VOCAB_BPE.read_bytes()
     if hashlib.sha256(merges).hexdigest() != VOCAB_BPE_SHA256:
         raise ValueError(f'{VOCAB_BPE} is not the file of GPT-2 any more: restore it (git checkout {VOCAB_BPE.name})')
-    seen = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != ' ']
-    order = seen + [byte for byte in range(256) if byte not in seen]
-    byte_of = {chr(byte) if rank < len(seen) else chr(256 + rank - len(seen)): byte for rank, byte in enumerate(order)}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(order)}
+    byte_of = byte_letters()
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
     for line in merges.decode('utf-8').splitlines()[1:]:  # the first line says #version
         ranks[bytes(byte_of[letter] for letter in line.replace(' ', ''))] = len(ranks)
     return ranks
