@@ -19,7 +19,7 @@ from nanope import checkpoint, metrics
 from nanope.configurator import configure, run
 from nanope.files import read_json, sync, write_json
 from nanope.layouts import KIND, to_config, to_theirs
-from nanope.tokenizer import SEPARATOR, VOCAB_BPE, byte_letters, from_json
+from nanope.tokenizer import SEPARATOR, from_json, hugging_face_json
 
 KEPT = 'config', 'tokenizer', 'data_digest', 'extended'  # what of a checkpoint's state goes along, so that it can be read back
 
@@ -32,53 +32,31 @@ class ExportConfig:
     check: bool = False                 # load the folder with transformers, which must be installed, and compare logits
 
 
-# ---- tokenizer -----------------------------------------------------------------------------------------------------------------------------
-
-def tokenizer_json(tokenizer):
-    """The content of tokenizer.json, the format of Hugging Face's `tokenizers`. The separator is read as one wherever it is spelt, as in
-    a prompt here. Characters that a vocabulary does not have are an error there, too: it has no unknown token."""
-    separator = {'id': tokenizer.separator, 'content': SEPARATOR, 'special': True, 'normalized': False, 'single_word': False,
-                 'lstrip': False, 'rstrip': False}
-    if tokenizer.kind == 'gpt2':
-        merges = VOCAB_BPE.read_text('utf-8').splitlines()[1:]
-        words = [*byte_letters(), *(merge.replace(' ', '') for merge in merges), SEPARATOR]
-        parts = {'pre_tokenizer': {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': True},
-                 'decoder': {'type': 'ByteLevel'},
-                 'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'continuing_subword_prefix': '', 'end_of_word_suffix': '',
-                           'fuse_unk': False, 'byte_fallback': False, 'vocab': {word: i for i, word in enumerate(words)},
-                           'merges': merges}}
-    else:
-        parts = {'pre_tokenizer': {'type': 'Split', 'pattern': {'Regex': r'[\s\S]'}, 'behavior': 'Isolated', 'invert': False},
-                 'decoder': {'type': 'Fuse'},
-                 'model': {'type': 'WordLevel', 'unk_token': '',
-                           'vocab': {word: i for i, word in enumerate([*tokenizer.chars, SEPARATOR])}}}
-    return {'version': '1.0', 'truncation': None, 'padding': None, 'added_tokens': [separator], 'normalizer': None,
-            'post_processor': None, **parts}
-
-
-# ---- model card ----------------------------------------------------------------------------------------------------------------------------
+# ---- model card ------------------------------------------------------------------------------------------------------
 
 def facts(path, found, config):
     """[(name, value)] of what is known of how a model was trained."""
     state, settings = found.state, found.state['config']
-    known = [('position scheme', f'{config.wpe} (nanoPE: `wpe`)'), ('context', f'{config.block_size:,} tokens'),
+    known = [('position scheme', config.wpe), ('context', f'{config.block_size:,} tokens'),
              ('size', f'{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, {"with" if config.bias else "no"} biases')]
     with torch.device('meta'):
         known.append(('parameters', GPT(config, seed=None).parameter_report()))
     if config.wpe == 'rope' and config.rope_factor > 1:
-        known.append(('RoPE scaling', f'{config.rope_scaling}, {config.rope_factor:g} times {config.rope_trained or config.block_size} tokens'))
+        trained = config.rope_trained or config.block_size
+        known.append(('RoPE scaling', f'{config.rope_scaling}, {config.rope_factor:g} times {trained} tokens'))
     if 'extended' in state:
         known.append(('context extended', 'from {trained:g} tokens by `{method}`, not trained since'.format(**state['extended'])))
     known.append(('vocabulary', f'{config.vocab_size:,}, {"characters" if state["tokenizer"]["kind"] == "char" else "GPT-2 byte pairs"}'))
     if 'max_iters' in settings:
         n = settings['batch_size'] * settings['gradient_accumulation_steps'] * settings['block_size']
-        known += [('data', f'{settings["dataset"]} (sha256 of its digest {state["data_digest"][:16]})'),
-                  ('updates', f'{found.step:,} of {n:,} tokens, AdamW, learning rate {settings["learning_rate"]:g}, seed {settings["seed"]}')]
+        known += [('data', f'{settings["dataset"]} (digest {state["data_digest"][:16]})'),
+                  ('updates', f'{found.step:,} of {n:,} tokens, AdamW, learning rate {settings["learning_rate"]:g}'),
+                  ('seed', settings['seed'])]
     scores = [r for r in metrics.read(path) if r['event'] in ('eval', 'final') and r['step'] == found.step]
     if scores:
         known.append(('validation loss', f'{scores[-1]["loss"]:.4f} nats a token'))
     if 'torch' in found.environment:
-        known.append(('trained with', f'torch {found.environment["torch"]}, {found.environment["device_name"]}, {found.environment["dtype"]}'))
+        known.append(('trained with', 'torch {torch}, {device_name}, {dtype}'.format(**found.environment)))
     if state.get('origin'):
         known.append(('started from', state['origin']['run']))
     return known
@@ -87,8 +65,8 @@ def facts(path, found, config):
 def notes(config):
     """What a user of the exported model must know, one sentence each."""
     if config.wpe == 'alibi':
-        yield ('This is a Bloom whose LayerNorm after the embeddings is made to do nothing: embeddings are stored many times smaller, which '
-               'float32 and bfloat16 hold and **float16 does not**.')
+        yield ('This is a Bloom whose LayerNorm after the embeddings is made to do nothing: they are stored many times smaller, which '
+               'float32 and bfloat16 can hold and float16 cannot.')
     if KIND[config.wpe] == 'gpt2':
         yield f'There are {config.block_size} positions; a longer input is an error.'
     if config.wpe == 'sinusoidal':
@@ -96,8 +74,8 @@ def notes(config):
     if config.wpe == 'none':
         yield 'Its position table is zero, as it has no positions; freeze `transformer.wpe` when you fine-tune.'
     if config.rope_scaling == 'dynamic' and config.rope_factor > 1:
-        yield (f'Past {config.rope_trained or config.block_size} tokens dynamic scaling changes all angles with every token. transformers leaves '
-               'cached keys as they were: generate with `use_cache=False` there.')
+        yield (f'Past {config.rope_trained or config.block_size} tokens dynamic scaling changes all angles with every token. transformers '
+               'leaves cached keys as they were: generate with `use_cache=False` there.')
 
 
 def model_card(name, path, found, config):
@@ -126,7 +104,7 @@ print(pipeline('text-generation', 'PATH_OF_THIS_FOLDER')('A beginning', max_new_
 '''.rstrip() + '\n'
 
 
-# ---- the folder ----------------------------------------------------------------------------------------------------------------------------
+# ---- the folder ------------------------------------------------------------------------------------------------------
 
 def check_target(to, overwrite):
     """Raises ValueError where a folder holds what must not be replaced."""
@@ -139,7 +117,7 @@ def check_target(to, overwrite):
     except (OSError, ValueError):
         earlier = False
     if not earlier and not overwrite:
-        raise ValueError(f'{to} is not empty and no earlier export: give another --to, or delete what is in it with --overwrite=true')
+        raise ValueError(f'{to} is not empty and no earlier export: give another --to, or delete all that is in it by --overwrite=true')
 
 
 def write_folder(to, found, path):
@@ -152,12 +130,13 @@ def write_folder(to, found, path):
     os.makedirs(temporary)
     try:
         record = {'step': found.step, **{key: found.state[key] for key in KEPT if key in found.state}}
+        record['config'] = {**record['config'], 'vocab_multiple': 1}  # rows that pad the vocabulary are left out
         ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': tokenizer.separator}
         tokens = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': SEPARATOR, 'eos_token': SEPARATOR,
                   'model_max_length': config.block_size, 'clean_up_tokenization_spaces': False}
         save_file(to_theirs(config, found.tensors('model'), rows), os.path.join(temporary, 'model.safetensors'), {'format': 'pt'})
         for file, content in (('config.json', {**to_config(config, tokenizer.separator, rows), 'nanope': record}),
-                              ('generation_config.json', ids), ('tokenizer.json', tokenizer_json(tokenizer)),
+                              ('generation_config.json', ids), ('tokenizer.json', hugging_face_json(tokenizer)),
                               ('tokenizer_config.json', tokens)):
             write_json(os.path.join(temporary, file), content)
         with open(os.path.join(temporary, 'README.md'), 'w', encoding='utf-8') as file:

@@ -190,9 +190,9 @@ def load(run, step='latest'):
         found = huggingface.read(run) or nanogpt.read(run)
         if not found:
             raise ValueError(no_checkpoint(run))
-        if step not in ('latest', 'best'):
-            raise ValueError(f'{run} is no run of nanoPE and has one state only: leave step={step} out')
-        return Checkpoint(**{'step': 0, 'environment': {'dtype': 'float32'}, **found})
+        if step not in ('latest', 'best', found['step']):
+            raise ValueError(f'{run} is no run folder and holds step {found["step"]} only: leave step={step} out')
+        return Checkpoint(environment={'dtype': 'float32'}, **found)
     if step != 'latest':
         number = best_step(run) if step == 'best' else step
         if number not in there:

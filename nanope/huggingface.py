@@ -27,12 +27,19 @@ def locate(path):
     """The folder of a model: path itself or, for a name in HUB, where the hub's cache keeps it, downloaded where it is not there yet."""
     if path not in HUB or os.path.isdir(path):
         return path
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    repo, files = HUB[path], ('config.json', 'model.safetensors')
     try:
-        return os.path.dirname([hf_hub_download(HUB[path], name) for name in ('config.json', 'model.safetensors')][0])
+        return os.path.dirname([hf_hub_download(repo, name, local_files_only=True) for name in files][0])
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        HfApi().model_info(repo, timeout=10)                      # says within seconds that there is no network; a download tries on
+        return os.path.dirname([hf_hub_download(repo, name) for name in files][0])
     except Exception as error:  # whatever the HTTP library of the day raises
-        raise OSError(f'could not download {path} ({type(error).__name__}); with a browser elsewhere, put config.json and model.safetensors '
-                      f'of https://huggingface.co/{HUB[path]} into a folder, and give that folder instead of {path}') from None
+        raise OSError(f'could not download {path} ({type(error).__name__}): from a machine that can, bring config.json and '
+                      f'model.safetensors of https://huggingface.co/{repo} into a folder, and give that instead of {path}') from None
 
 
 def is_model(folder):
@@ -82,7 +89,7 @@ def exported_config(settings, where):
     record = settings['nanope'] if isinstance(settings['nanope'], dict) else {}
     odd = [f'nanope.{name}' for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
     if not odd:
-        config = restore(GPTConfig, {**record['config'], 'vocab_multiple': 1}, where)  # rows that pad the vocabulary were left out
+        config = restore(GPTConfig, record['config'], where)
         expected = to_config(config, from_json(record['tokenizer']).separator, settings.get('vocab_size'))
         odd = [name for name in ('model_type', 'rope_parameters', 'max_position_embeddings') if name in expected
                and not agree(settings.get(name), expected[name])]

@@ -13,7 +13,7 @@ import torch
 from model import GPTConfig
 from nanope import corpus, writer
 from nanope.configurator import restore
-from nanope.files import read_json
+from nanope.files import lock_folder, read_json
 from nanope.layouts import FREE
 from nanope.tokenizer import CharTokenizer, GPT2Tokenizer
 
@@ -25,8 +25,6 @@ def read(folder):
         return None
     try:  # mmap: the optimizer's moments, two thirds of the file, are not read
         saved = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-    except OSError:
-        raise
     except Exception as error:  # torch raises what its unpickler does
         raise ValueError(f'{path} holds more than weights and plain values, or is damaged; nothing in it was run '
                          f'({corpus.brief(error)})') from None
@@ -61,42 +59,55 @@ def find_tokenizer(path, rows, dataset):
     raise ValueError(f'{path} does not say which its {rows} tokens are; {how_to_adopt(dataset or "NAME")}')
 
 
-def how_to_adopt(name, source='NANOGPT/data/...'):
-    return (f'adopt the data first: python prepare.py {name} --adopt={source}, with --input=TEXT if it is by character '
-            '(the text that it was made from; meta.pkl is a pickle and not read)')
+def how_to_adopt(name, source='FOLDER'):
+    return (f"take over nanoGPT's data: python prepare.py {name} --adopt={source}, and --input=TEXT if it is by character (the text that "
+            'it was made from; its meta.pkl is a pickle and not read)')
 
 
-def adopt(name, source, text, kind):
-    """Take over nanoGPT's train.bin and val.bin as data/name/, in place or as copies. text: the file that they were made from, which by
-    character tells the vocabulary. Leaves what writer.finish() completes and returns (tokenizer, progress). Raises ValueError where the ids do not fit."""
+def adopt(folder, source, text, kind):
+    """Take over train.bin and val.bin of the folder source as those of folder, in place or as copies, and write meta.json.
+
+    text: what they were made from, which tells the vocabulary where kind is 'char'. Returns (meta, progress) as writer.finish() has them.
+    Raises ValueError where the ids are not those of the text, or of GPT-2."""
+    if kind == 'char' and not text:
+        raise ValueError('by character, the vocabulary is that of the text: give it, --input=TEXT')
     ids = {}
     for split in writer.SPLITS:
         path = os.path.join(source, f'{split}.bin')
         if not os.path.isfile(path) or os.path.getsize(path) % 2 or not os.path.getsize(path):
-            raise ValueError(f'{path} is missing, empty, or no file of two bytes a token: nothing to adopt')
+            raise ValueError(f'{path} is missing, empty, or no file of two bytes a token: there is nothing to take over')
         ids[split] = np.memmap(path, dtype='<u2', mode='r')
-    largest = max(int(part.max()) for part in ids.values())
     if kind == 'char':
         content, _ = next(corpus.read_text([text], None, None))
         tokenizer = CharTokenizer(''.join(sorted(set(content))))
         if not np.array_equal(tokenizer.encode(content), np.concatenate(list(ids.values()))):
             raise ValueError(f'{source} was not made from {text}, or not by character: its ids are not those of the text')
     else:
-        tokenizer = GPT2Tokenizer()
-        if largest >= tokenizer.vocab_size or largest < 256:
-            raise ValueError(f'{source} has ids up to {largest}, which are not GPT-2\'s tokens: if these are characters, give the text '
-                             'that they were made from, --input=TEXT')
-    folder, lengths = os.path.join('data', name), tokenizer.byte_lengths()
-    progress = {}
-    for split, part in ids.items():
-        documents = n_bytes = 0
-        for i in range(0, len(part), 2**24):                      # a large file, a piece at a time
-            documents += int((part[i:i + 2**24] == tokenizer.separator).sum())
-            n_bytes += int(lengths[part[i:i + 2**24]].sum())
-        progress[split] = {'size': 0, 'tokens': len(part), 'documents': max(documents, 1), 'bytes': n_bytes}
-        target = os.path.join(folder, f'{split}.bin.part')
-        if os.path.realpath(source) == os.path.realpath(folder):  # two names of one file: writer.finish() takes one away
-            os.link(os.path.join(source, f'{split}.bin'), target)
-        else:
-            shutil.copyfile(os.path.join(source, f'{split}.bin'), target)
-    return tokenizer, progress
+        tokenizer, largest = GPT2Tokenizer(), max(int(part.max()) for part in ids.values())
+        if not 256 <= largest < tokenizer.vocab_size:
+            raise ValueError(f"{source} has ids up to {largest}, which are not GPT-2's; if they are characters, give the text that they "
+                             'were made from, --input=TEXT')
+    progress = {split: {'size': 0, **count(part, tokenizer)} for split, part in ids.items()}
+    documents = sum(each['documents'] for each in progress.values())
+    lock = lock_folder(folder, 'prepared')
+    try:
+        for split in writer.SPLITS:
+            have, part = os.path.join(source, f'{split}.bin'), os.path.join(folder, f'{split}.bin.part')
+            if os.path.realpath(source) == os.path.realpath(folder):
+                os.link(have, part)                               # a second name, which finish() takes away: nothing is copied
+            else:
+                shutil.copyfile(have, part)
+        meta = writer.finish(folder, tokenizer, progress, split='held out as nanoGPT did', source=source)
+    finally:
+        writer.discard(folder)
+        lock.release()
+    return meta, {'documents': documents, 'empty': 0, 'special': 0}
+
+
+def count(ids, tokenizer):
+    """{'tokens', 'documents', 'bytes'} of an array of ids, a piece of it at a time. Without a separator it is one document."""
+    lengths, documents, n_bytes = tokenizer.byte_lengths(), 0, 0
+    for piece in (ids[i:i + 2**24] for i in range(0, len(ids), 2**24)):
+        documents += int((piece == tokenizer.separator).sum())
+        n_bytes += int(lengths[piece].sum())
+    return {'tokens': len(ids), 'documents': max(documents, 1), 'bytes': n_bytes}

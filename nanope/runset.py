@@ -6,7 +6,7 @@ from nanope.loader import Data
 from nanope.metrics import run_names
 
 # Settings that a fair comparison may differ in: the scheme, the seed, and what does not change the course of training.
-MAY_DIFFER = {'wpe', 'seed', 'dataset', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',
+MAY_DIFFER = {'wpe', 'seed', 'dataset', 'vocab_size', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',
               'eval_batch_size', 'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'compile',
               'threads'}
 EXTENDED = {'block_size', 'sinusoidal_factor', 'rope_scaling', 'rope_factor', 'rope_trained'}  # what extend.py changes

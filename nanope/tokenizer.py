@@ -136,3 +136,27 @@ def gpt2_ranks():
     for line in merges.decode('utf-8').splitlines()[1:]:  # the first line says #version
         ranks[bytes(byte_of[letter] for letter in line.replace(' ', ''))] = len(ranks)
     return ranks
+
+
+def hugging_face_json(tokenizer):
+    """The content of tokenizer.json, the format of Hugging Face's `tokenizers`, as a dict.
+
+    The separator is read as one wherever it is spelt, as encode_prompt() does. A character that the vocabulary does not have is an
+    error there, too, as there is no unknown token."""
+    separator = {'id': tokenizer.separator, 'content': SEPARATOR, 'special': True, 'normalized': False, 'single_word': False,
+                 'lstrip': False, 'rstrip': False}
+    if tokenizer.kind == 'gpt2':
+        merges = VOCAB_BPE.read_text('utf-8').splitlines()[1:]
+        words = [*byte_letters(), *(merge.replace(' ', '') for merge in merges), SEPARATOR]
+        bytes_as_letters = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': True}
+        parts = {'pre_tokenizer': bytes_as_letters, 'decoder': bytes_as_letters,
+                 'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'continuing_subword_prefix': '', 'end_of_word_suffix': '',
+                           'fuse_unk': False, 'byte_fallback': False, 'vocab': {word: i for i, word in enumerate(words)},
+                           'merges': merges}}
+    else:
+        parts = {'pre_tokenizer': {'type': 'Split', 'pattern': {'Regex': r'[\s\S]'}, 'behavior': 'Isolated', 'invert': False},
+                 'decoder': {'type': 'Fuse'},
+                 'model': {'type': 'WordLevel', 'unk_token': '',
+                           'vocab': {word: i for i, word in enumerate([*tokenizer.chars, SEPARATOR])}}}
+    return {'version': '1.0', 'truncation': None, 'padding': None, 'added_tokens': [separator], 'normalizer': None,
+            'post_processor': None, **parts}
