@@ -77,7 +77,7 @@ class Data:
         if os.path.basename(parent) != 'data' or name == 'gpt2':  # as of dataset='' or 'a/b'; gpt2 holds a tokenizer
             return 'dataset must be the name of a folder under data/ that prepare.py made'
         if os.path.exists(os.path.join(folder, 'train.bin')) and not os.path.exists(os.path.join(folder, 'meta.json')):
-            return nanogpt.how_to_adopt(name, folder)
+            return f'{nanogpt.how_to_adopt(name, folder)}; all else is prepared anew; run: python prepare.py {name}'
         return f'run: python prepare.py {name}'
 
     def open_split(self, folder, split):

@@ -60,7 +60,7 @@ def find_tokenizer(path, rows, dataset):
 
 
 def how_to_adopt(name, source='FOLDER'):
-    return (f"take over nanoGPT's data: python prepare.py {name} --adopt={source}, and --input=TEXT if it is by character (the text that "
+    return (f'python prepare.py {name} --adopt={source} takes over data of nanoGPT, with --input=TEXT if it is by character (the text that '
             'it was made from; its meta.pkl is a pickle and not read)')
 
 

@@ -111,7 +111,8 @@ def both(kind):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.text() | st.lists(st.sampled_from(["I'll", "don't", '  ', '\n\n', ' 12', '日本', '🎉', SEPARATOR, '\u00a0', '!?', 'x\r\n'])).map(''.join))
+@given(st.text() | st.lists(st.sampled_from(["I'll", "don't", '  ', '\n\n', ' 12', '日本', '🎉', SEPARATOR, '\u00a0', '!?', 'x\r\n']))
+       .map(''.join))
 def test_gpt2_tokens_are_ours(text):
     ours, other = both('gpt2')
     ids = ours.encode_prompt(text)
@@ -227,7 +228,7 @@ def test_the_exported_run_writes_the_same_text_in_another_process(demo):
             "print(pipe('O Romeo', max_new_tokens=100, do_sample=False)[0]['generated_text'])")
     done = subprocess.run([sys.executable, '-c', code], cwd=demo, capture_output=True, text=True)
     for folder in ('out/rope', 'out/rope_hf'):
-        sample = start(demo, 'sample.py', f'--out_dir={folder}', '--start=O Romeo', '--temperature=0', '--max_new_tokens=100', '--device=cpu')
+        sample = start(demo, 'sample.py', f'--out_dir={folder}', '--start=O Romeo', '--temperature=0', '--max_new_tokens=100')
         text, err = sample.communicate()
         assert sample.returncode == 0 and text == done.stdout and len(text) == 7 + 100 + 1, (err, done.stderr)
 
@@ -236,8 +237,8 @@ def test_the_exported_run_writes_the_same_text_in_another_process(demo):
 def test_lm_eval_scores_it_as_our_model_does(demo):
     pytest.importorskip('lm_eval')
     tasks = ROOT / 'tests/lm_eval'
-    command = ['-m', 'lm_eval', '--model', 'hf', '--model_args', f'pretrained={demo}/out/rope_hf', '--tasks', 'nanope_plays', '--include_path',
-               str(tasks), '--device', 'cpu', '--batch_size', '4', '--output_path', str(demo / 'scores'), '--log_samples']
+    command = ['-m', 'lm_eval', '--model', 'hf', '--model_args', f'pretrained={demo}/out/rope_hf', '--tasks', 'nanope_plays',
+               '--include_path', str(tasks), '--device', 'cpu', '--batch_size', '4', '--output_path', str(demo / 'scores'), '--log_samples']
     offline = {'HF_HUB_OFFLINE': '1', 'HF_DATASETS_OFFLINE': '1', 'HF_HOME': str(demo / 'cache'), 'OMP_NUM_THREADS': '1'}
     done = subprocess.run([sys.executable, *command], cwd=tasks, env={**os.environ, **offline}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -81,7 +81,8 @@ def test_these_tests_see_what_they_look_for():
                  'from torch import load', 'load(f, weights_only=False)', 'torch.save(x, f)', 'pd.read_pickle(f)',
                  'yaml.unsafe_load(f)', 'f(trust_remote_code=True)'):
         assert dangers(ast.parse(code)), code
-    for code in ('model.eval()', 'torch.compile(model)', 'torch.load(f, weights_only=True)', 'np.load(f, allow_pickle=False)', 'json.load(f)', 'a.load_state_dict(x)'):
+    for code in ('model.eval()', 'torch.compile(model)', 'torch.load(f, weights_only=True)', 'np.load(f, allow_pickle=False)',
+                 'json.load(f)', 'a.load_state_dict(x)'):
         assert not dangers(ast.parse(code)), code
 
 
@@ -94,8 +95,9 @@ def dangers(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
-            safe = function == 'torch.load' and any(ast.unparse(keyword) == 'weights_only=True' for keyword in node.keywords)
-            if function.removeprefix('builtins.') in ('eval', 'exec', '__import__') or function in ('torch.load', 'torch.save') and not safe:
+            if function.removeprefix('builtins.') in ('eval', 'exec', '__import__') or function == 'torch.save':
+                found.add(function)
+            if function == 'torch.load' and 'weights_only=True' not in map(ast.unparse, node.keywords):
                 found.add(function)
             if function.rpartition('.')[2] in ('read_pickle', 'to_pickle', 'unsafe_load', 'full_load'):
                 found.add(function)

@@ -153,6 +153,7 @@ def test_every_script_takes_it(here):
     assert done.code == 0 and 'small' in done.out, done.err
     refused(call(compare, 'small', *few), 'small does not say what it was trained on', '--dataset=NAME')
     assert call(compare, 'small', '--dataset=bpe', *few).code == 0
+    refused(call(compare, 'small', 'out/a', '--extend=hold', *few), 'small is no run folder', 'python extend.py small')
     done = call(extend, 'small', '--block_size=40', '--method=hold', '--out_dir=out/longer')
     assert done.code == 0 and checkpoint.load_model('out/longer')[0].config.block_size == 40, done.err
     done = call(export, 'small', '--to=again')
@@ -162,8 +163,8 @@ def test_every_script_takes_it(here):
 
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(activation_function='relu', layer_norm_epsilon=1e-6, n_inner=100), ['activation_function=', 'relu', 'layer_norm_epsilon=1e-06',
-                                                                            'n_inner=100 instead of 4 times n_embd']),
+    (dict(activation_function='relu', layer_norm_epsilon=1e-6, n_inner=100),
+     ["activation_function='relu' instead of 'gelu_new'", 'layer_norm_epsilon=1e-06', 'n_inner=100 instead of 4 times n_embd']),
     (dict(scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False), ['scale_attn_by_inverse_layer_idx', 'tie_word_embeddings']),
     (dict(vocab_size=50300, n_head=None), ['vocab_size=50300', 'n_head=None instead of a number']),
     (dict(n_head=5), ['n_embd must be a multiple of n_head']), (dict(n_layer=10**9), ['too few for n_layer']),
@@ -229,7 +230,8 @@ def test_a_run_takes_everything_from_an_export_as_from_the_run_itself(here, data
     save('out/a', 'rope', tokenizer=GPT2Tokenizer(), rope_base=500.0, bias=False)
     assert call(export, 'out/a', '--to=hf').code == 0
     done = train(here, dataset='bpe', init_from='hf', out_dir='out/b', max_iters=1, wpe='learned', batch_size=1, eval_tokens=64)
-    assert done.code == 0 and all(f'{line}, from hf' in done.text for line in ('wpe=rope', 'rope_base=500.0', 'bias=False', 'block_size=32'))
+    for setting in ('wpe=rope', 'rope_base=500.0', 'bias=False', 'block_size=32'):
+        assert done.code == 0 and f'{setting}, from hf' in done.text
 
 
 def test_an_export_that_was_trained_on_says_what_it_is_by_now(here):
