@@ -38,7 +38,7 @@ class Checkpoint:
     environment: dict   # versions, device, dtype, threads: see nanope.device.environment
     # of what others trained, which is no run folder (nanope.huggingface, nanope.nanogpt)
     weights: dict | None = field(default=None, repr=False)  # the tensors of 'model'
-    free: frozenset = frozenset()  # settings of the model that the weights leave open
+    free: frozenset = field(default=frozenset(), repr=False)  # settings of the model that the weights leave open
 
     def tensors(self, name):
         """The tensors of 'model' or 'optim' by name, on the CPU."""

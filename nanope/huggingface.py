@@ -4,6 +4,7 @@ A folder that export.py wrote says under "nanope" in its config.json what the mo
 """
 import os
 import re
+import sys
 from dataclasses import asdict
 from functools import partial
 
@@ -154,9 +155,10 @@ def to_ours(config, tensors, where):
         if tensor is None:
             problems.append(f'{theirs} is missing')
             continue
-        if name.endswith('wte.weight') and len(tensor) >= shape[0]:
+        if name.endswith('wte.weight') and tensor.dim() == 2 and len(tensor) > shape[0]:  # a row more, see export.py
             tensor = tensor[:shape[0]]
-        fits = turn(name, tensor.float(), kind, config.n_head, 3) if tensor.dim() == len(shape) else tensor
+        turnable = tensor.dim() == len(shape) and (kind == 'gpt2' or tensor.shape == shape)
+        fits = turn(name, tensor.float(), kind, config.n_head, 3) if turnable else tensor
         if fits.shape != shape:
             problems.append(f'{theirs} has shape {tuple(tensor.shape)}')
         found[name] = fits.contiguous()
@@ -173,7 +175,7 @@ def to_ours(config, tensors, where):
     if not config.bias and any(found[name].any() for name in biases):
         config.bias = True
     if kind == 'gpt2' and config.wpe != 'learned' and not torch.equal(found['transformer.wpe.weight'], table_of(config)):
-        print(f'{where}: its position table was trained on, so it is a learned one now (wpe=learned, not {config.wpe})')
+        print(f'{where}: its position table was trained on, so it is a learned one now (wpe=learned, not {config.wpe})', file=sys.stderr)
         config.wpe = 'learned'
     drop = set(biases if not config.bias else []) | ({'transformer.wpe.weight'} if config.wpe != 'learned' else set())
     return {name: tensor for name, tensor in found.items() if name not in drop}

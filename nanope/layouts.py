@@ -23,8 +23,8 @@ NAMES = {'gpt2': {},
                       'transformer.ln_f': 'gpt_neox.final_layer_norm', **BLOCKS},
          'bloom': {'transformer.wte': 'transformer.word_embeddings',
                    **{ours: theirs.replace('attention.', 'self_attention.') for ours, theirs in BLOCKS.items()}}}
+# Settings that the weights of a GPT-2 leave open. The position scheme is one of them: all weights but the table fit any.
 FREE = frozenset(field.name for field in fields(GPTConfig)) - {'n_layer', 'n_head', 'n_embd', 'bias', 'dropout'}
-# FREE: settings that the weights of a GPT-2 leave open; the position scheme is one of them
 HEADS = {'gpt2': 'lm_head.weight', 'gpt_neox': 'embed_out.weight', 'bloom': 'lm_head.weight'}  # tied to the tokens: left out
 
 
