@@ -35,6 +35,7 @@ class CompareConfig:
     tune: float = 0.0                   # train the extended runs on for this share of the updates they had, and compare those too
     # evaluating
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint of each run
+    dataset: str | None = None          # data to score on; none = what the runs were trained on
     length: int | None = None           # tokens of context at which all are scored; none = the shortest that one was trained at
     eval_tokens: int | None = None      # validation tokens to score; none = all
     context_tokens: int = 8192          # targets scored at other lengths, and by a sliding window; 0 = leave that out
@@ -90,12 +91,13 @@ def evaluate_run(path, found, data, length, config, device_name):
         dtype = 'float32'
     dtype, _ = device.resolve_dtype(dtype, device_name, model.config.n_embd)
     autocast = device.autocast(device_name, dtype)
-    seeds = config.seed, found.state['config']['seed']           # other questions for other seeds, the same for all schemes
+    seed = found.state['config'].get('seed')                     # none: what others trained
+    seeds = config.seed, seed or 0                               # other questions for other seeds, the same for all schemes
     answers, windows, seconds = protocols.ask(model, data, tokenizer.byte_lengths(), length, config, seeds, autocast)
     count = model.parameter_counts()
     trained = [record for record in metrics.read(path) if record['event'] == 'train']
     speeds = [record['tokens_per_s'] for record in trained]
-    return {'run': path, 'wpe': model.config.wpe, 'extension': runset.extension(found), 'seed': found.state['config']['seed'],
+    return {'run': path, 'wpe': model.config.wpe, 'extension': runset.extension(found), 'seed': seed,
             'block_size': model.config.block_size, 'step': found.step, 'params': count['total'], 'wpe_params': count['wpe'], **answers,
             'dtype': dtype, 'tokens_per_s': statistics.median(speeds) if speeds else None,
             'spikes': metrics.spikes([(record['step'], record['loss']) for record in trained])}, windows, seconds
@@ -123,7 +125,7 @@ def main(argv=None):
             warnings.append(f'{wpe}: {tuned["setting"]}={value} is the best of the sweep and at its end; a wider one may find a better')
     for line in warnings:
         print(f'warning: {line}', file=sys.stderr)
-    data = runset.open_data(runs)
+    dataset, data = runset.open_data(runs, config.dataset)
     length = config.length or min(map(runset.trained_length, runs.values()))
     data.check_length(length)
     for path, found in runs.items():
@@ -142,7 +144,6 @@ def main(argv=None):
                             'all the same')
             print(f'warning: {warnings[-1]}', file=sys.stderr)
     schemes = summarise(rows, windows)
-    dataset = next(iter(runs.values())).state['config']['dataset']
     machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}
     found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': dataset, 'length': length,
              'reference': next(scheme['scheme'] for scheme in schemes if scheme['difference'] is None), 'runs': rows,

@@ -18,7 +18,7 @@ from nanope.tokenizer import default_prompt
 
 @dataclass
 class SampleConfig:
-    out_dir: str = 'out/run'            # run folder to sample from
+    out_dir: str = 'out/run'            # run folder to sample from; or gpt2, or a folder of transformers or nanoGPT
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint
     start: str | None = None            # prompt, or FILE:path to read it from a file; <|endoftext|> is the separator; none = a new
                                         # line, where the vocabulary has one, else the separator
@@ -101,6 +101,8 @@ def main(argv=None):
     prompt = tokenizer.encode_prompt(read_prompt(config.start))
     if not prompt:
         raise ValueError('the prompt is empty: give --start=TEXT, at least one character')
+    if max(prompt) >= model.config.vocab_size:
+        raise ValueError('this model was trained without the separator <|endoftext|>: leave it out')
     tokenizer.encode_prompt(config.stop or '')  # refuses a text that the vocabulary cannot spell: it would never come
     check_length(prompt, config, model)
     print(f'{config.out_dir}, step {found.step}, {model.parameter_report()}', file=sys.stderr)

@@ -30,8 +30,9 @@ EXIT_DONE, EXIT_NONFINITE, EXIT_STOPPED = 0, 65, 75
 class TrainConfig(GPTConfig):
     # the run
     out_dir: str = 'out/run'            # run folder
-    init_from: str = 'scratch'          # scratch, resume, auto (resume where there is something to, else start), or a run folder
-                                        # whose model to start from, with a fresh optimizer
+    init_from: str = 'scratch'          # scratch, resume, auto (resume where there is something to, else start), or what to
+                                        # start from with a fresh optimizer: a run folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a
+                                        # folder of transformers or nanoGPT (their weights fit any wpe: all but the table are used)
     train_only: Literal['all', 'wpe'] = 'all'  # wpe: leave everything but a learned position table as it is
     overwrite: bool = False             # delete the run that out_dir already holds
     allow_change: bool = False          # resume although settings that change the course of training differ from the saved ones

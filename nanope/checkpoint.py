@@ -12,16 +12,15 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
-from typing import get_type_hints
+from dataclasses import dataclass, field
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
-from nanope import parallel
-from nanope.configurator import fit
+from nanope import huggingface, nanogpt, parallel
+from nanope.configurator import restore
 from nanope.files import read_json, sha256, sync, write_json
 from nanope.tokenizer import from_json
 
@@ -37,9 +36,14 @@ class Checkpoint:
     step: int
     state: dict         # config, tokenizer, and what the training loop needs to go on
     environment: dict   # versions, device, dtype, threads: see nanope.device.environment
+    # of what others trained, which is no run folder (nanope.huggingface, nanope.nanogpt)
+    weights: dict | None = field(default=None, repr=False)  # the tensors of 'model'
+    free: frozenset = field(default=frozenset(), repr=False)  # settings of the model that the weights leave open
 
     def tensors(self, name):
         """The tensors of 'model' or 'optim' by name, on the CPU."""
+        if self.weights is not None:
+            return self.weights if name == 'model' else {}
         try:
             return load_file(os.path.join(self.path, f'{name}.safetensors'))
         except SafetensorError as error:
@@ -178,10 +182,17 @@ def no_checkpoint(run):
 
 
 def load(run, step='latest'):
-    """The checkpoint of `run` at step 'latest' (the newest that verifies), 'best', or a number. Raises ValueError where there is none."""
+    """The checkpoint of `run` at step 'latest' (the newest that verifies), 'best', or a number. Raises ValueError where there is none.
+
+    Instead of a run folder, run may be what nanope.huggingface or nanope.nanogpt reads."""
     there = steps(run)
     if not there:
-        raise ValueError(no_checkpoint(run))
+        found = huggingface.read(run) or nanogpt.read(run)
+        if not found:
+            raise ValueError(no_checkpoint(run))
+        if step not in ('latest', 'best', found['step']):
+            raise ValueError(f'{run} is no run folder and holds step {found["step"]} only: leave step={step} out')
+        return Checkpoint(environment={'dtype': 'float32'}, **found)
     if step != 'latest':
         number = best_step(run) if step == 'best' else step
         if number not in there:
@@ -204,11 +215,7 @@ def load(run, step='latest'):
 
 def model_config(checkpoint):
     """The GPTConfig that a checkpoint was trained with. Raises ValueError where its settings are none."""
-    hints = get_type_hints(GPTConfig)
-    try:
-        return GPTConfig(**{key: fit(key, [value], hints) for key, value in checkpoint.state['config'].items() if key in hints})
-    except ValueError as error:
-        raise ValueError(f'{checkpoint.path}/state.json: {error}') from None
+    return restore(GPTConfig, checkpoint.state['config'], f'{checkpoint.path}/state.json')
 
 
 def check_fit(shapes, tensors, where):

@@ -4,6 +4,8 @@ import shutil
 import sys
 from dataclasses import asdict, fields
 
+from torch.nn import functional as F
+
 from model import GPTConfig
 from nanope import checkpoint
 
@@ -21,6 +23,8 @@ def find_start(config, tokenizer):
     Raises ValueError where the folder holds a run that is not to be resumed, or one that does not fit the settings."""
     held = checkpoint.steps(config.out_dir)
     if config.init_from == 'resume' or config.init_from == 'auto' and held:
+        if not held:
+            raise ValueError(checkpoint.no_checkpoint(config.out_dir))
         found = checkpoint.load(config.out_dir)
         if found.state.get('origin'):
             adopt(config, found)
@@ -39,16 +43,33 @@ def find_start(config, tokenizer):
         raise ValueError(f'{config.init_from} was trained with another vocabulary than data/{config.dataset} has: '
                          'prepare the text with the same tokenizer, or use the same data')
     adopt(config, found)
+    if found.weights is not None:
+        fit(config, found)
     return None, found
 
 
 def adopt(config, found):
-    """Set what the model is to what a checkpoint says."""
+    """Set what the model is to what a checkpoint says, but for what weights of others leave open."""
     saved = checkpoint.model_config(found)
-    for name in sorted(IDENTITY & found.state['config'].keys()):
+    for name in sorted(IDENTITY & found.state['config'].keys() - found.free):
         if getattr(config, name) != getattr(saved, name):
             print(f'{name}={getattr(saved, name)}, from {found.path}')
             setattr(config, name, getattr(saved, name))
+
+
+def fit(config, found):
+    """Cut weights of others to the model of config, in place: rows that pad the vocabulary, rows of the position table or none of it."""
+    name, saved = 'transformer.wpe.weight', checkpoint.model_config(found)
+    tokens = found.weights['transformer.wte.weight']
+    found.weights = {**found.weights, 'transformer.wte.weight': F.pad(tokens, (0, 0, 0, config.padded_vocab_size - len(tokens)))}
+    if saved.wpe == 'learned' != config.wpe:
+        print(f'wpe={config.wpe}: all weights of {found.path} but its position table')
+        del found.weights[name]
+    elif saved.wpe == 'learned':
+        if config.block_size != saved.block_size:
+            config.block_size = min(config.block_size, saved.block_size)
+            print(f'block_size={config.block_size}: the first of the {saved.block_size} rows of the position table in {found.path}')
+        found.weights[name] = found.weights[name][:config.block_size]
 
 
 def check_resume(config, saved):

@@ -209,6 +209,8 @@ def extend_missing(to, runs, methods):
     os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
     for name, (run, found) in zip(run_names(list(runs)), runs.items()):
         settings = found.state['config']
+        if found.weights is not None:
+            raise ValueError(f'{run} is no run folder: extend it first, python extend.py {run}, and compare what that writes')
         for method, factor in methods:
             if method not in EXTENSIONS[settings['wpe']]:
                 continue

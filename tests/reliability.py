@@ -41,8 +41,9 @@ FAULTS = [
     ('a checkpoint file cut, emptied, lengthened, missing', 'each file in ten ways',
      'named; the step before is used with a warning, unless that one was asked for',
      'test_checkpoint.py::test_damaged_file test_train.py::test_damaged_newest_checkpoint'),
-    ('a pickle in place of a file', 'each file, also with matching digests; meta.pkl', 'refused and not run',
+    ('a pickle in place of a file', "each file, also with matching digests; meta.pkl; nanoGPT's ckpt.pt", 'refused and not run',
      'test_checkpoint.py::test_pickle_with_matching_digests test_data.py::test_nanogpt_pickle_is_not_read '
+     'test_huggingface.py::test_a_malicious_or_damaged_checkpoint_is_refused_and_not_run '
      'test_house.py::test_no_file_reads_or_writes_a_pickle_or_evaluates_text'),
     ('a checkpoint of a newer version or another model', 'edited manifest; other names and shapes; other settings',
      'refused with every difference; nothing half loaded',
