@@ -22,8 +22,10 @@ from nanope.configurator import catch_signals, configure, run
 from nanope.evaluate import evaluate
 from nanope.files import lock_folder, write_json
 from nanope.loader import Data
+from nanope.monitor import describe
+from nanope.runfolder import crash, resume, save
 
-EXIT_DONE, EXIT_NONFINITE, EXIT_STOPPED = 0, 65, 75
+EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
 @dataclass
@@ -153,58 +155,6 @@ def update(loss_of, optimizers, scaler, config, data, step, lr, device_name, aut
     return told
 
 
-def resume(found, config, data, model, optimizers, scaler, names, environment):
-    """Put a checkpoint's weights and optimizers' state in place. Returns its step."""
-    if found.state.get('data_digest') != data.digest:
-        raise ValueError(f'data/{config.dataset} is not the data that {config.out_dir} was trained on (its digest differs): '
-                         'prepare the same data, or start a run in another --out_dir')
-    for name, value in environment.items():
-        if found.environment.get(name) != value:
-            print(f'warning: {name} was {found.environment.get(name)}, now {value}: same batches, but not the same bits', file=sys.stderr)
-    if found.step > config.max_iters:
-        raise ValueError(f'{config.out_dir} is at step {found.step}, past max_iters={config.max_iters}')
-    checkpoint.load_weights(model, found.tensors('model'), found.path)
-    moments = found.tensors('optim')
-    if moments:  # there are none before the first update
-        checkpoint.load_optimizer(optimizers, moments, names, found.path)
-    if found.state.get('scaler'):  # empty where the run did not scale: then a new scaler finds its scale
-        scaler.load_state_dict(found.state['scaler'])
-    print(f'resuming {config.out_dir} at step {found.step}')
-    return found.step
-
-
-def crash(config, step, **facts):
-    """Say what is not finite at which step and leave the last good checkpoint as it is. Returns the exit code."""
-    facts = {'step': step, 'learning_rate': learning_rate_at(step, config), **{name: str(value) for name, value in facts.items()}}
-    if parallel.rank == 0:
-        write_json(os.path.join(config.out_dir, 'crash.json'), facts)
-    held = checkpoint.steps(config.out_dir)
-    print(f'error: not finite: {", ".join(f"{name} {value}" for name, value in facts.items())}; stopped, with nothing of it saved. '
-          f'{f"The last checkpoint is step {held[-1]}" if held else "There is no checkpoint"}; '
-          'a lower learning_rate or longer warmup_iters may help', file=sys.stderr)
-    return EXIT_NONFINITE
-
-
-def save(config, step, model, optimizers, scaler, names, data, environment, origin):
-    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. All ranks take part."""
-    weights = parallel.whole_dict(dict(model.named_parameters()))
-    moments = parallel.whole_dict(checkpoint.optimizer_tensors(optimizers, names))
-    if parallel.rank:
-        return
-    try:
-        checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
-    except ValueError:
-        state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
-                 'scaler': scaler.state_dict(), 'origin': origin}
-        checkpoint.save(config.out_dir, step, weights, moments, state, environment)
-    evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
-    held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
-    if held:
-        best = min(held, key=evals.get)
-        checkpoint.mark_best(config.out_dir, best, evals[best])
-    checkpoint.prune(config.out_dir, step, config.keep_checkpoints)
-
-
 @parallel.ranks()
 def main(argv=None):
     config, rest = configure(TrainConfig, sys.argv[1:] if argv is None else argv)
@@ -253,8 +203,8 @@ def main(argv=None):
     optimizers = optim.build(config, model, device_name)
     scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')
     environment = device.environment(device_name, dtype, is_compiled) | {'shard': sharded or None, 'micro_batch': config.micro_batch}
-    monitor.describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype),
-                                           'compile': (is_compiled, why_compile), 'micro_batch': (config.micro_batch, why_rows)})
+    describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype), 'compile': (is_compiled, why_compile),
+                                   'micro_batch': (config.micro_batch, why_rows)})
 
     step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
     if resumed:
@@ -298,7 +248,7 @@ def main(argv=None):
                 for n, (loss, norm, stop) in enumerate(torch.stack(told).tolist(), step - len(told)):
                     if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
                         bar.close()
-                        return crash(config, n, loss=loss, grad_norm=norm)
+                        return crash(config, n, learning_rate=learning_rate_at(n, config), loss=loss, grad_norm=norm)
                 took = (time.perf_counter() - started) / len(told)
                 seconds, told = took if seconds is None else 0.9 * seconds + 0.1 * took, []
                 if logging:
@@ -309,7 +259,7 @@ def main(argv=None):
                 bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
             if (evaluating or saving or stop) and parallel.any_rank(not all(parallel.own(p).isfinite().all() for p in names)):
                 bar.close()
-                return crash(config, step, weights='nan or inf')
+                return crash(config, step, learning_rate=learning_rate_at(step, config), weights='nan or inf')
             if evaluating:
                 result = score(config.eval_tokens)
                 if result:

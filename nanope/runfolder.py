@@ -1,4 +1,4 @@
-"""What train.py may do with a run folder: start a run in it, go on with the one it holds, or refuse."""
+"""What train.py does with a run folder: start a run in it, go on with the one it holds, or refuse; save; say why a run crashed."""
 import os
 import shutil
 import sys
@@ -7,8 +7,10 @@ from dataclasses import asdict, fields
 from torch.nn import functional as F
 
 from model import GPTConfig
-from nanope import checkpoint
+from nanope import checkpoint, metrics, parallel
+from nanope.files import write_json
 
+EXIT_NONFINITE = 65
 IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
 FREE = {'out_dir', 'init_from', 'overwrite', 'allow_change', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_batch_size',
         'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'threads', 'compile', 'micro_batch',
@@ -94,3 +96,57 @@ def clear(run):
             shutil.rmtree(path)
         elif os.path.exists(path):
             os.remove(path)
+
+
+# ---- during a run -----------------------------------------------------------------------------------------------------
+
+def resume(found, config, data, model, optimizers, scaler, names, environment):
+    """Put a checkpoint's weights and optimizers' state in place. Returns its step."""
+    if found.state.get('data_digest') != data.digest:
+        raise ValueError(f'data/{config.dataset} is not the data that {config.out_dir} was trained on (its digest differs): '
+                         'prepare the same data, or start a run in another --out_dir')
+    for name, value in environment.items():
+        if found.environment.get(name) != value:
+            print(f'warning: {name} was {found.environment.get(name)}, now {value}: same batches, but not the same bits', file=sys.stderr)
+    if found.step > config.max_iters:
+        raise ValueError(f'{config.out_dir} is at step {found.step}, past max_iters={config.max_iters}')
+    checkpoint.load_weights(model, found.tensors('model'), found.path)
+    moments = found.tensors('optim')
+    if moments:  # there are none before the first update
+        checkpoint.load_optimizer(optimizers, moments, names, found.path)
+    if found.state.get('scaler'):  # empty where the run did not scale: then a new scaler finds its scale
+        scaler.load_state_dict(found.state['scaler'])
+    print(f'resuming {config.out_dir} at step {found.step}')
+    return found.step
+
+
+def crash(config, step, **facts):
+    """Say what is not finite at which step and leave the last good checkpoint as it is. Returns the exit code."""
+    facts = {'step': step, 'learning_rate': facts.pop('learning_rate'), **{name: str(value) for name, value in facts.items()}}
+    if parallel.rank == 0:
+        write_json(os.path.join(config.out_dir, 'crash.json'), facts)
+    held = checkpoint.steps(config.out_dir)
+    print(f'error: not finite: {", ".join(f"{name} {value}" for name, value in facts.items())}; stopped, with nothing of it saved. '
+          f'{f"The last checkpoint is step {held[-1]}" if held else "There is no checkpoint"}; '
+          'a lower learning_rate or longer warmup_iters may help', file=sys.stderr)
+    return EXIT_NONFINITE
+
+
+def save(config, step, model, optimizers, scaler, names, data, environment, origin):
+    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. All ranks take part."""
+    weights = parallel.whole_dict(dict(model.named_parameters()))
+    moments = parallel.whole_dict(checkpoint.optimizer_tensors(optimizers, names))
+    if parallel.rank:
+        return
+    try:
+        checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
+    except ValueError:
+        state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
+                 'scaler': scaler.state_dict(), 'origin': origin}
+        checkpoint.save(config.out_dir, step, weights, moments, state, environment)
+    evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
+    held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
+    if held:
+        best = min(held, key=evals.get)
+        checkpoint.mark_best(config.out_dir, best, evals[best])
+    checkpoint.prune(config.out_dir, step, config.keep_checkpoints)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train as script
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, loader, metrics, monitor, plots
+from nanope import checkpoint, device, loader, metrics, plots
 from runs import flags, fork_train, losses, start, train, wait, weights
 
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none')
@@ -312,7 +312,7 @@ def test_signal_in_an_update(place, straight, monkeypatch, number, step):
 
 
 MOMENTS = {
-    'before the first step': (monitor, 'describe', 1, 0),
+    'before the first step': (script, 'describe', 1, 0),
     'while compiling': (device, 'compile_model', 1, 0),
     'in the first evaluation': (script, 'evaluate', 1, 0),
     'in a later evaluation': (script, 'evaluate', 2, 2),
