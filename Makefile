@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SCHEMES := learned sinusoidal rope
 
-.PHONY: demo test test-slow reliability clean
+.PHONY: demo test test-slow reliability gpu clean
 
 demo: $(VENV)/installed
 	$(PY) prepare.py shakespeare
@@ -20,6 +20,17 @@ test-slow: $(VENV)/installed-dev
 
 reliability: $(VENV)/installed-dev
 	PYTHONPATH=tests $(PY) -m pytest -q -m 'not gpu' -p reliability
+
+# checks and speeds on CUDA, ten minutes; make gpu PYTHON=python3 installs nothing and runs with what that python has
+ifeq ($(origin PYTHON),command line)
+gpu: GPU_PY := $(PYTHON)
+else
+gpu: GPU_PY := $(PY)
+gpu: $(VENV)/installed-dev
+endif
+gpu:
+	$(GPU_PY) -m pytest -q -m gpu tests/test_gpu.py
+	$(GPU_PY) bench.py --parts=machine,train,sample,memory --shapes=gpt2 --deadline=360 --json=bench_gpu.json
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoPE needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

@@ -1,4 +1,4 @@
-"""What positions look like inside a model: python analyze.py out/shakespeare_learned, or a folder holding a GPT-2
+"""What positions look like inside a model: python analyze.py out/shakespeare_learned, or gpt2, or a folder with one
 
 A learned table is measured beside three controls: the table as it was drawn before training, a random walk of the
 same step size, and sinusoids. Of a run, whatever its scheme, the mean effect of the position on the hidden states
@@ -17,14 +17,13 @@ from typing import Literal
 import numpy as np
 import nanope  # noqa: F401 (before torch)
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from model import GPT, rope_frequencies, sinusoidal_table
-from nanope import checkpoint, device, tables
+from nanope import checkpoint, device, huggingface, tables
 from nanope.configurator import configure, run
 from nanope.evaluate import windows
-from nanope.files import write_json
+from nanope.files import read_json, write_json
 from nanope.loader import Data
 from nanope.table_report import draw, text_shares, text_table
 
@@ -49,25 +48,13 @@ class AnalyzeConfig:
 # ---- where the numbers come from -------------------------------------------------------------------------------------
 
 def read_hugging_face(folder):
-    """(wpe table (T, C) float64, the std it was drawn with) of a folder with GPT-2 as Hugging Face stores it."""
-    try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
-            settings = json.load(file)
-        shards, index = ['model.safetensors'], os.path.join(folder, 'model.safetensors.index.json')
-        if os.path.exists(index):
-            with open(index, encoding='utf-8') as file:
-                shards = sorted(set(json.load(file)['weight_map'].values()))
-        found = [f'{key}={value}' for key, value in settings.items() if re.search('pos|rope|rotary|alibi', key)]
-        for shard in shards:
-            with safe_open(os.path.join(folder, shard), framework='pt') as file:
-                for name in file.keys():
-                    if re.fullmatch(r'(transformer\.)?wpe\.weight', name):
-                        return file.get_tensor(name).double().numpy(), settings.get('initializer_range', 0.02)
-                    found += [name] if re.search('pos|rotary|alibi', name) else []
-    except FileNotFoundError as error:
-        raise ValueError(f'{folder} lacks a file: only safetensors are read ({error})') from None
-    except (SafetensorError, KeyError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f'{folder} is not a readable Hugging Face folder: {type(error).__name__}: {error}') from None
+    """(wpe table (T, C) float64, the std it was drawn with) of a folder with GPT-2 as Hugging Face stores it, whatever its vocabulary."""
+    settings = read_json(os.path.join(folder, 'config.json'))
+    found = [f'{key}={value}' for key, value in settings.items() if re.search('pos|rope|rotary|alibi', key)]
+    for name, read in huggingface.each_tensor(folder):
+        if re.fullmatch(r'(transformer\.)?wpe\.weight', name):
+            return read().double().numpy(), settings.get('initializer_range', 0.02)
+        found += [name] if re.search('pos|rotary|alibi', name) else []
     raise ValueError(f'{folder} has no learned table wpe.weight; this {settings.get("model_type", "unnamed")} model '
                      f'has {", ".join(found) or "nothing that is named after positions"}')
 
@@ -179,9 +166,11 @@ def main(argv=None):
     config, rest = configure(AnalyzeConfig, sys.argv[1:] if argv is None else argv)
     if len(rest) != 1:
         raise ValueError(f'give one folder, not {len(rest)}: python analyze.py out/shakespeare_learned')
-    path, is_run = rest[0], os.path.isdir(os.path.join(rest[0], 'ckpt'))
+    path = huggingface.locate(rest[0])
+    is_run = os.path.isdir(os.path.join(path, 'ckpt')) or os.path.exists(os.path.join(path, 'ckpt.pt'))  # the latter is nanoGPT's
     if not is_run and not os.path.exists(os.path.join(path, 'config.json')):
-        raise ValueError(f'{path} is neither a run folder (no ckpt/) nor a Hugging Face folder (no config.json)')
+        raise ValueError(f'{path} is neither a run folder (no ckpt/) nor a Hugging Face folder (no config.json), nor one of '
+                         f'{", ".join(huggingface.HUB)}')
     to = config.to or (os.path.join(path, 'analysis') if is_run else 'out/analysis')
     table, std = (None, None) if is_run else read_hugging_face(path)
     os.makedirs(to, exist_ok=True)

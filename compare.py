@@ -28,11 +28,14 @@ class CompareConfig:
     wpe: str = ','.join(get_args(GPTConfig.__annotations__['wpe']))  # schemes
     seeds: int = 1                      # runs a scheme, with seeds 1, 2, ...
     train: str = ''                     # more settings for train.py, as in --train="--max_iters=300 --dropout=0.1"
+    sweep: str = ''                     # learning_rate=1e-3,3e-3: try these for each scheme with seed 0, train the seeds with its best
     # extending by extend.py
     extend: str = ''                    # methods, each for the schemes that it fits; yarn:4 = to 4 times the trained length
     extend_to: float = 2.0              # times the trained length, where a method says nothing else
+    tune: float = 0.0                   # train the extended runs on for this share of the updates they had, and compare those too
     # evaluating
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint of each run
+    dataset: str | None = None          # data to score on; none = what the runs were trained on
     length: int | None = None           # tokens of context at which all are scored; none = the shortest that one was trained at
     eval_tokens: int | None = None      # validation tokens to score; none = all
     context_tokens: int = 8192          # targets scored at other lengths, and by a sliding window; 0 = leave that out
@@ -50,23 +53,34 @@ class CompareConfig:
         found += [f'{name}={getattr(self, name)} must be at least {least}' for names, least in
                   (('seeds length eval_tokens stride batch_size', 1), ('context_tokens trials seed', 0))
                   for name in names.split() if getattr(self, name) is not None and getattr(self, name) < least]
+        if not 0 <= self.tune <= 1:
+            found.append(f'tune={self.tune} must be a share of the updates, from 0 to 1')
+        if self.tune and not self.extend:
+            found.append(f'tune={self.tune} is for extended runs: name methods by --extend too')
         return found
 
 
 def train_and_extend(config, files, paths):
-    """What a study folder holds besides the runs given: ({run folder: Checkpoint}, failed cells)."""
-    failed, methods = [], study.read_methods(config.extend, config.extend_to)
+    """What a study folder holds besides the runs given: ({run folder: Checkpoint}, failed cells, what a sweep found or None)."""
+    failed, tuned, methods = [], None, study.read_methods(config.extend, config.extend_to)
     if files:
-        seeds, flags = range(1, config.seeds + 1), shlex.split(config.train)
-        trained, failed = study.train_missing(config.to, files, config.wpe.split(','), seeds, flags)
+        seeds, flags, wpes = range(1, config.seeds + 1), shlex.split(config.train), config.wpe.split(',')
+        if config.sweep:
+            tuned = study.sweep(config.to, files, wpes, flags, *study.read_sweep(config.sweep))
+        trained, failed = study.train_missing(config.to, files, wpes, seeds, flags, tuned)
         if failed and not trained and not paths:
             raise ValueError(f'every run failed; what they said stands above and in {config.to}/runs/*.log')
         paths = trained + paths
     runs = runset.find_runs(paths, config.to, config.step)
     if methods:
         extended, lost = study.extend_missing(config.to, runs, methods)
-        runs, failed = runset.find_runs([*runs, *extended], config.to, config.step), failed + lost
-    return runs, failed
+        failed += lost
+        runs = runset.find_runs([*runs, *extended], config.to, config.step)
+        if config.tune:
+            more, lost = study.tune_missing(config.to, {path: checkpoint.load(path) for path in extended}, config.tune)
+            failed += lost
+            runs |= runset.find_runs(more, config.to, 'latest') if more else {}
+    return runs, failed, tuned
 
 
 def evaluate_run(path, found, data, length, config, device_name):
@@ -77,34 +91,41 @@ def evaluate_run(path, found, data, length, config, device_name):
         dtype = 'float32'
     dtype, _ = device.resolve_dtype(dtype, device_name, model.config.n_embd)
     autocast = device.autocast(device_name, dtype)
-    seeds = config.seed, found.state['config']['seed']           # other questions for other seeds, the same for all schemes
+    seed = found.state['config'].get('seed')                     # none: what others trained
+    seeds = config.seed, seed or 0                               # other questions for other seeds, the same for all schemes
     answers, windows, seconds = protocols.ask(model, data, tokenizer.byte_lengths(), length, config, seeds, autocast)
     count = model.parameter_counts()
-    speeds = [r['tokens_per_s'] for r in metrics.read(path) if r['event'] == 'train']
-    return {'run': path, 'wpe': model.config.wpe, 'extension': runset.extension(found), 'seed': found.state['config']['seed'],
+    trained = [record for record in metrics.read(path) if record['event'] == 'train']
+    speeds = [record['tokens_per_s'] for record in trained]
+    return {'run': path, 'wpe': model.config.wpe, 'extension': runset.extension(found), 'seed': seed,
             'block_size': model.config.block_size, 'step': found.step, 'params': count['total'], 'wpe_params': count['wpe'], **answers,
-            'dtype': dtype, 'tokens_per_s': statistics.median(speeds) if speeds else None}, windows, seconds
+            'dtype': dtype, 'tokens_per_s': statistics.median(speeds) if speeds else None,
+            'spikes': metrics.spikes([(record['step'], record['loss']) for record in trained])}, windows, seconds
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     files = [arg for arg in argv if arg.endswith('.py') and not arg.startswith('-')]  # settings of train.py, not of this script
     config, paths = configure(CompareConfig, [arg for arg in argv if arg not in files])
-    if not files and (config.train or config.seeds > 1 or config.wpe != CompareConfig.wpe):
-        raise ValueError('--wpe, --seeds and --train are for training: give a config file too, as config/shakespeare_learned.py')
+    if not files and (config.train or config.sweep or config.seeds > 1 or config.wpe != CompareConfig.wpe):
+        raise ValueError('--wpe, --seeds, --train and --sweep are for training: give a config file too, as config/shakespeare_learned.py')
     device_name, _ = device.resolve_device(config.device)
     lock = lock_folder(config.to, 'written') if files or config.extend else None  # noqa: F841 (held until the process ends)
     try:
-        runs, failed = train_and_extend(config, files, paths)
+        runs, failed, tuned = train_and_extend(config, files, paths)
     except study.Stopped:
         print('stopped; the same command goes on where this one was', file=sys.stderr)
         return study.EXIT_STOPPED
     warnings = [f'{cell["run"]} failed ({study.exit_text(cell["exit"])}) and takes no part' for cell in failed]
+    untuned = [found for found in runs.values() if not runset.tuned(found)]
     warnings += [f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}'
-                 for name, values in runset.differences(runs.values()).items()]
+                 for name, values in runset.differences(untuned or list(runs.values())).items() if not tuned or name != tuned['setting']]
+    for wpe, value in tuned['best'].items() if tuned else ():
+        if value in (list(tuned['losses'][wpe])[0], list(tuned['losses'][wpe])[-1]):
+            warnings.append(f'{wpe}: {tuned["setting"]}={value} is the best of the sweep and at its end; a wider one may find a better')
     for line in warnings:
         print(f'warning: {line}', file=sys.stderr)
-    data = runset.open_data(runs)
+    dataset, data = runset.open_data(runs, config.dataset)
     length = config.length or min(map(runset.trained_length, runs.values()))
     data.check_length(length)
     for path, found in runs.items():
@@ -117,12 +138,16 @@ def main(argv=None):
         rows.append(row)
         seconds.update(took)
     runset.name_and_tell_apart(rows, failed, runs)
+    for row in rows:
+        if row['spikes']:
+            warnings.append(f'the training loss of {row["name"]} jumped at step {", ".join(map(str, row["spikes"]))}: its result counts '
+                            'all the same')
+            print(f'warning: {warnings[-1]}', file=sys.stderr)
     schemes = summarise(rows, windows)
-    dataset = next(iter(runs.values())).state['config']['dataset']
     machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}
     found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': dataset, 'length': length,
              'reference': next(scheme['scheme'] for scheme in schemes if scheme['difference'] is None), 'runs': rows,
-             'schemes': schemes, 'failed': failed, 'warnings': warnings, 'protocols': protocols.describe(length, config)}
+             'schemes': schemes, 'failed': failed, 'sweep': tuned, 'warnings': warnings, 'protocols': protocols.describe(length, config)}
     print(report.text(found))
     print(f'\nscored {len(rows)} runs in {seconds.total():.0f} s: ' + ', '.join(f'{name} {took:.0f}' for name, took in seconds.items()))
     report.write(found, config.to)

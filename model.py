@@ -177,30 +177,35 @@ class KVCache:
     """Keys and values of the last `capacity` tokens, for one-token steps after a prefill.
 
     `position` counts every token ever seen and is the position of the next one; it does not depend on what is retained. A full cache
-    overwrites its oldest slot: order does not matter to attention, since a key was rotated at its absolute position."""
+    overwrites its oldest slot: order does not matter to attention, since a key was rotated at its absolute position.
+    fixed: one-token steps look at a multiple of so many slots, whether filled or not, so that a compiled step seldom meets a new shape."""
 
-    def __init__(self, n_layer, capacity):
-        self.capacity, self.position = capacity, 0
+    def __init__(self, n_layer, capacity, fixed=None):
+        self.capacity, self.fixed, self.position = capacity, fixed, 0
         self.keys, self.values = [None] * n_layer, [None] * n_layer  # allocated by the first call: (B, H, capacity, D) each
 
+    def place(self, T, device):
+        """Set `slots`, where T tokens from `position` on go, and `look`, how many slots they look at. Returns the positions that these then
+        hold, int64 (look,), negative for those still empty."""
+        end = self.position + T
+        if T > 1 and end > self.capacity:
+            raise ValueError(f'{T} tokens at position {self.position} do not fit a cache of {self.capacity}: pass them one by one')
+        self.slots = torch.arange(self.position, end, device=device) % self.capacity
+        self.look = min(-(-end // self.fixed) * self.fixed if self.fixed and T == 1 else end, self.capacity)
+        slot = torch.arange(self.look, device=device)
+        return end - 1 - (end - 1 - slot) % self.capacity
+
     def append(self, layer, k, v):
-        """Store k, v (B, H, T, D) of positions position..position+T-1. Returns all that is retained, (B, H, <=capacity, D) each."""
-        T, slot = k.size(2), self.position % self.capacity
+        """Store k, v (B, H, T, D) in the slots of place(). Returns what the first `look` slots hold, (B, H, look, D) each."""
         if self.keys[layer] is None:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
             self.keys[layer], self.values[layer] = k.new_zeros(shape), v.new_zeros(shape)
-        if T > 1 and self.position + T > self.capacity:
-            raise ValueError(f'{T} tokens at position {self.position} do not fit a cache of {self.capacity}: pass them one by one')
-        self.keys[layer][:, :, slot:slot + T] = k
-        self.values[layer][:, :, slot:slot + T] = v
-        retained = min(self.position + T, self.capacity)
-        return self.keys[layer][:, :, :retained], self.values[layer][:, :, :retained]
-
-    def key_positions(self, T, device):
-        """The positions of what append() returns for T tokens, int64 (<=capacity,)."""
-        end = self.position + T
-        slot = torch.arange(min(end, self.capacity), device=device)
-        return end - 1 - (end - 1 - slot) % self.capacity
+            if self.fixed and k.is_cuda:                          # a CUDA graph may write into them where they are
+                torch._dynamo.mark_static_address(self.keys[layer], guard=False)
+                torch._dynamo.mark_static_address(self.values[layer], guard=False)
+        self.keys[layer][:, :, self.slots] = k
+        self.values[layer][:, :, self.slots] = v
+        return self.keys[layer][:, :, :self.look], self.values[layer][:, :, :self.look]
 
 
 class CausalSelfAttention(nn.Module):
@@ -212,7 +217,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, bias=None, cache=None):
+    def forward(self, x, rope=None, mask=None, cache=None):
         B, T, C = x.size()
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.unbind(2)                                   # (B, T, H, D) each
@@ -221,13 +226,24 @@ class CausalSelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                 # (B, H, S, D), S >= T
-        mask = None if bias is None else bias.to(q.dtype)         # position scheme 3/3, alibi: scores fall with distance
-        if mask is None and 1 < T < k.size(2):                    # a chunk after a prefix: is_causal would align its mask top left
-            mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
-                                           dropout_p=self.dropout if self.training else 0.0)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(q.dtype)
+        dropout = self.dropout if self.training else 0.0
+        if q.dtype == torch.bfloat16 and q.device.type == 'cpu' and mask is None and 1 < T <= 512:
+            y = short_attention(q, k, v, dropout)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None, dropout_p=dropout)
         y = y.transpose(1, 2).reshape(B, T, C)                    # heads side by side again
         return self.resid_dropout(self.c_proj(y))
+
+
+def short_attention(q, k, v, dropout):
+    """Causal attention in bf16 throughout, for a CPU: its own kernel works in float32 there, at less than half the speed up to T=512."""
+    T = q.size(2)
+    with torch.autocast('cpu', enabled=False):                    # it would take the softmax in float32
+        scores = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)      # (B, H, T, T)
+        scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        return F.dropout(scores.softmax(dim=-1), dropout) @ v
 
 
 class MLP(nn.Module):
@@ -252,8 +268,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope=None, bias=None, cache=None):
-        x = x + self.attn(self.ln_1(x), rope, bias, cache)
+    def forward(self, x, rope=None, mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), rope, mask, cache)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -331,58 +347,86 @@ class GPT(nn.Module):
             return self.wpe_table[..., start:end, :]
         return self.compute_table(start, end).to(self.wpe_table.device)
 
-    def forward(self, idx, targets=None, *, start=0, cache=None, last_only=False, reduction='mean'):
-        """Logits of token ids idx (B, T), or their loss against targets (B, T).
+    def positions(self, start, T, cache=None):
+        """What tells T tokens from `start` on where they stand: (wpe, rope, mask), as hidden() takes them; mask None is causal.
 
-        start: position of the first token (with a cache: where the cache stands). last_only: logits of the last token alone.
-        Returns float logits (B, T or 1, V); with targets the cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or
-        'none' (B, T). Raises ValueError where a learned table has no row for a position; other schemes are defined at every one."""
-        B, T = idx.size()
-        start = start if cache is None else cache.position
-        if self.config.wpe == 'learned' and start + T > self.config.block_size:  # here, since on CUDA it would be a device assert
-            raise ValueError(f'position {start + T - 1} is outside the learned table: block_size={self.config.block_size} has '
-                             f'positions 0 to {self.config.block_size - 1}')
-        if cache is not None and start > 0 and start + T > self.config.stable_length:
-            raise ValueError(f'{start + T} tokens turn by other angles than the {start} in the cache: past {self.config.stable_length} '
-                             'dynamic scaling changes every key with every token, so pass the whole sequence to a new cache')
-        x = self.transformer.wte(idx)                             # (B, T, C)
-        rope = bias = None
-        if self.config.wpe == 'learned':                          # position scheme 2/3: added to the tokens, or handed to attention
-            x = x + self.transformer.wpe.weight[start:start + T]
-        elif self.config.wpe == 'sinusoidal':
-            x = (x + self.position_table(start, start + T)).to(x.dtype)
-        elif self.config.wpe == 'rope':
-            cos, sin = self.position_table(start, start + T)      # (T, D/2) each
+        Raises ValueError where a learned table has no row for a position; other schemes are defined at every one."""
+        config, end, wpe, rope, mask, device = self.config, start + T, None, None, None, self.lm_head.weight.device
+        if config.wpe == 'learned' and end > config.block_size:   # here, since on CUDA it would be a device assert
+            raise ValueError(f'position {end - 1} is outside the learned table: block_size={config.block_size} has positions 0 to '
+                             f'{config.block_size - 1}')
+        if cache is not None and start > 0 and end > config.stable_length:
+            raise ValueError(f'{end} tokens turn by other angles than the {start} in the cache: past {config.stable_length} dynamic '
+                             'scaling changes every key with every token, so pass the whole sequence to a new cache')
+        if config.wpe == 'learned':                               # position scheme 2/3: added to the tokens, or handed to attention
+            wpe = self.transformer.wpe.weight[start:end]          # (T, C)
+        elif config.wpe == 'sinusoidal':
+            wpe = self.position_table(start, end)
+        elif config.wpe == 'rope':
+            cos, sin = self.position_table(start, end)            # (T, D/2) each
             rope = cos[:, None, None], sin[:, None, None]         # over (B, T, q|k, H, D/2)
-        elif self.config.wpe == 'alibi':
-            query = torch.arange(start, start + T, device=idx.device)
-            key = query if cache is None else cache.key_positions(T, idx.device)
+        if cache is not None or config.wpe == 'alibi':
+            query = torch.arange(start, end, device=device)
+            key = query if cache is None else cache.place(T, device)
             distance = query[:, None] - key                       # (T, S)
-            bias = (-self.wpe_table[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)[None]  # (1, H, T, S)
+            mask = (distance >= 0) & (key >= 0)
+            if config.wpe == 'alibi':                             # position scheme 3/3, alibi: scores fall with distance
+                mask = (-self.wpe_table[:, None, None] * distance).masked_fill(~mask, -torch.inf)[None]  # (1, H, T, S)
+            elif start == 0 and T > 1 or not cache.fixed and T == 1:
+                mask = None                                       # causal, or all of it
+        return wpe, rope, mask
+
+    def hidden(self, idx, wpe, rope, mask, cache=None):
+        """What lm_head reads of token ids idx (B, T) at the places that positions() gave: (B, T, C)."""
+        x = self.transformer.wte(idx)                             # (B, T, C)
+        if wpe is not None:
+            x = (x + wpe).to(x.dtype)
+        if x.is_cuda and torch.is_autocast_enabled('cuda') and torch.get_autocast_dtype('cuda') == torch.bfloat16:
+            x = x.bfloat16()                                      # the residual stream too: half the memory traffic between matrices
         x = self.transformer.drop(x)
         for block in self.transformer.h:
             recompute = self.checkpoint_blocks and self.training  # in the backward pass, instead of keeping what is inside a block
-            x = checkpoint(block, x, rope, bias, use_reentrant=False) if recompute else block(x, rope, bias, cache)
+            x = checkpoint(block, x, rope, mask, use_reentrant=False) if recompute else block(x, rope, mask, cache)
+        return self.transformer.ln_f(x)
+
+    def logits(self, x):
+        return self.lm_head(x)[..., :self.config.vocab_size]      # rows that pad the vocabulary take no part
+
+    def step(self, idx, wpe, rope, mask, cache):
+        """Logits (B, 1, V) of one more token each; what a cached step leaves to the compiler."""
+        return self.logits(self.hidden(idx, wpe, rope, mask, cache))
+
+    def forward(self, idx, targets=None, *, start=0, cache=None, last_only=False, reduction='mean', step=None):
+        """Logits of token ids idx (B, T), or their loss against targets (B, T).
+
+        start: position of the first token (with a cache: where the cache stands). last_only: logits of the last token alone.
+        step: self.step, compiled, for a single token after what is in the cache. Returns logits (B, T or 1, V); with targets the
+        cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or 'none' (B, T). Raises ValueError as positions() does."""
+        B, T = idx.size()
+        wpe, rope, mask = self.positions(start if cache is None else cache.position, T, cache)
+        x = (step or self.hidden)(idx, wpe, rope, mask, cache)
         if cache is not None:
             cache.position += T
-        x = self.transformer.ln_f(x[:, -1:] if last_only else x)
-        logits = self.lm_head(x)[..., :self.config.vocab_size]    # rows that pad the vocabulary take no part
-        if targets is None:
-            return logits
-        loss = F.cross_entropy(logits.float().reshape(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1, reduction=reduction)
-        return loss.view(B, T) if reduction == 'none' else loss
+        if step or targets is None:
+            return x if step else self.logits(x[:, -1:] if last_only else x)
+        x, targets = x.flatten(0, 1), targets.flatten()           # (B*T, C), (B*T,)
+        pieces = zip(x.split(1024), targets.split(1024)) if reduction == 'none' else [(x, targets)]  # evaluation holds few logits at once
+        loss = [F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1, reduction=reduction) for x, targets in pieces]
+        return torch.cat(loss).view(B, T) if reduction == 'none' else loss[0]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, step=None):
         """Continue idx (B, T), T >= 1: yields max_new_tokens tensors (B, 1). Dropout is off meanwhile.
 
         Past block_size the window slides. 'learned' and 'sinusoidal' re-encode the last block_size tokens at every step, as positions
         shift under them; so does rope under dynamic scaling past rope_trained, as all angles change. The others go on with the cache:
         positions keep growing, the oldest key is dropped, and what the kept keys of layers above the first once saw of dropped tokens
-        stays in them. Without use_cache every scheme re-encodes."""
+        stays in them. Without use_cache every scheme re-encodes. step: self.step, compiled, for the tokens after the first."""
         if idx.size(1) == 0:
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training
+        capacity = min(-(-(idx.size(1) + max_new_tokens) // 128) * 128, block_size)  # few shapes for few compilations
+        fixed = None if step is None else 256 if idx.is_cuda else capacity  # keys weigh little beside a CPU's frozen weights
         self.eval()
         try:
             window = idx[:, -block_size:]
@@ -390,8 +434,9 @@ class GPT(nn.Module):
             cacheable = min(self.config.stable_length, block_size if self.config.wpe in ('learned', 'sinusoidal') else math.inf)
             for _ in range(max_new_tokens):
                 if cache is None or cache.position >= cacheable:
-                    cache, fresh = KVCache(self.config.n_layer, block_size) if use_cache else None, window
-                logits = self(fresh, cache=cache, last_only=True)[:, -1]  # (B, V)
+                    cache, fresh = KVCache(self.config.n_layer, capacity, fixed) if use_cache else None, window
+                one = step if cache and cache.position else None
+                logits = self(fresh, cache=cache, last_only=True, step=one)[:, -1]  # (B, V)
                 fresh = sample_token(logits, temperature, top_k, top_p, generator)
                 window = torch.cat((window, fresh), dim=1)[:, -block_size:]
                 yield fresh

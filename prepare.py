@@ -4,6 +4,7 @@
     python prepare.py mydata --input=notes.txt        your text: .txt, .jsonl, .parquet, or a folder of one of them
     python prepare.py openwebtext                     streamed from the Hugging Face hub; stop and run again to resume
     python prepare.py fineweb_edu --input=FOLDER      the same from parquet files that you have
+    python prepare.py NAME --adopt=FOLDER             nanoGPT's train.bin and val.bin; with --input=TEXT if by character
 
 Writes data/NAME/{train,val}.bin and meta.json, for: python train.py --dataset=NAME
 """
@@ -19,7 +20,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanope import corpus, writer
+from nanope import corpus, nanogpt, writer
 from nanope.configurator import configure, run
 from nanope.tokenizer import SEPARATOR, CharTokenizer, GPT2Tokenizer
 
@@ -32,6 +33,7 @@ SMALL = 20_000_000  # characters: with more text, a model has more from GPT-2's 
 class PrepareConfig:
     input: str | None = None            # file, or folder of files, of .txt, .jsonl or .parquet
     tokenizer: Literal['char', 'gpt2'] | None = None  # none = char below 20 million characters, gpt2 above
+    adopt: str | None = None            # folder with nanoGPT's train.bin and val.bin to take over
     text_column: str = 'text'           # field of .jsonl, column of .parquet
     split: Literal['documents', 'tail'] | None = None  # what to hold out; none = tail if there is one document
     val_fraction: float | None = None   # how much to hold out: of documents, one in round(1 / val_fraction);
@@ -65,6 +67,9 @@ def main():
     if config.input and name == 'shakespeare':  # it would replace what runs were trained on
         raise ValueError('shakespeare stands for the plays that come with nanoPE; for other text use another name: '
                          f'python prepare.py mydata --input={config.input}')
+    if config.adopt:
+        kind, folder = config.tokenizer or ('char' if config.input else 'gpt2'), os.path.join('data', name)
+        return print_summary(name, folder, *nanogpt.adopt(folder, config.adopt, config.input, kind))
     if not config.input and not hub and name != 'shakespeare':
         raise ValueError(f'{name} needs --input=PATH; without it there are shakespeare, {", ".join(corpus.HUB)}')
     if hub and (config.split == 'tail' or config.tokenizer == 'char'):

@@ -18,11 +18,12 @@ from nanope.tokenizer import default_prompt
 
 @dataclass
 class SampleConfig:
-    out_dir: str = 'out/run'            # run folder to sample from
+    out_dir: str = 'out/run'            # run folder to sample from; or gpt2, or a folder of transformers or nanoGPT
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint
     start: str | None = None            # prompt, or FILE:path to read it from a file; <|endoftext|> is the separator; none = a new
                                         # line, where the vocabulary has one, else the separator
     num_samples: int = 1                # one after the other, each with its own seed
+    batch_size: int = 1                 # samples drawn at once, from one seed: faster, but printed only when all of them are done
     max_new_tokens: int = 500           # in a sample
     temperature: float = 0.8            # 0 = always the likeliest token; below 1 safer, above 1 wilder
     top_k: int | None = 200             # draw among the k likeliest; none = all
@@ -32,10 +33,11 @@ class SampleConfig:
     seed: int = 1337                    # of the first sample; the next ones count up from it
     device: str = 'auto'                # auto, cpu, cuda, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'
+    compile: bool | Literal['auto'] = 'auto'  # compile the one-token step; auto = from 20,000 tokens on
 
     def problems(self):
         found = []
-        for name, least in (('num_samples', 1), ('max_new_tokens', 1), ('top_k', 1), ('seed', 0), ('temperature', 0)):
+        for name, least in (('num_samples', 1), ('batch_size', 1), ('max_new_tokens', 1), ('top_k', 1), ('seed', 0), ('temperature', 0)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 found.append(f'{name}={getattr(self, name)} must be at least {least}')
         if self.seed >= 2**62:
@@ -99,27 +101,36 @@ def main(argv=None):
     prompt = tokenizer.encode_prompt(read_prompt(config.start))
     if not prompt:
         raise ValueError('the prompt is empty: give --start=TEXT, at least one character')
+    if max(prompt) >= model.config.vocab_size:
+        raise ValueError('this model was trained without the separator <|endoftext|>: leave it out')
     tokenizer.encode_prompt(config.stop or '')  # refuses a text that the vocabulary cannot spell: it would never come
     check_length(prompt, config, model)
     print(f'{config.out_dir}, step {found.step}, {model.parameter_report()}', file=sys.stderr)
 
+    compiled = config.num_samples * config.max_new_tokens >= 20_000 if config.compile == 'auto' else config.compile
+    step = device.compile_step(model, device_name) if compiled else None
     idx, drawn, started = torch.tensor([prompt], device=device_name), 0, time.perf_counter()
 
-    def draw(seed):
+    def draw(seed, rows=1):
+        """Tokens of so many samples, (rows, 1) each."""
         nonlocal drawn
         generator = torch.Generator(device=device_name).manual_seed(seed)
-        for token in model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, generator):
-            drawn += 1
-            yield int(token)
+        for tokens in model.generate(idx.repeat(rows, 1), config.max_new_tokens, config.temperature, config.top_k, config.top_p, generator,
+                                     step=step):
+            drawn += rows
+            yield tokens
 
-    for n in range(config.num_samples):
-        if config.num_samples > 1:
-            print(f'--- sample {n + 1}')
-        print(tokenizer.decode(prompt), end='', flush=True)
-        with device.autocast(device_name, dtype)():
-            for text in stream(draw(config.seed + n), tokenizer, config.stop):
-                print(text, end='', flush=True)
-        print(flush=True)
+    with device.autocast(device_name, dtype)(), device.for_sampling():
+        for n in range(0, config.num_samples, config.batch_size):
+            rows = min(config.batch_size, config.num_samples - n)
+            together = torch.cat(list(draw(config.seed + n, rows)), dim=1).tolist() if rows > 1 else [map(int, draw(config.seed + n))]
+            for i, tokens in enumerate(together, n + 1):
+                if config.num_samples > 1:
+                    print(f'--- sample {i}')
+                print(tokenizer.decode(prompt), end='', flush=True)
+                for text in stream(tokens, tokenizer, config.stop):
+                    print(text, end='', flush=True)
+                print(flush=True)
     seconds = time.perf_counter() - started
     print(f'{drawn:,} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s', file=sys.stderr)
 

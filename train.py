@@ -4,6 +4,7 @@ Settings come from TrainConfig below, then config files, then --key=value; --hel
 resolved config, metrics.jsonl, loss.png and checkpoints. SIGINT (Ctrl-C) or SIGTERM saves and stops; --init_from=resume goes on, bit
 for bit.
 """
+import gc
 import math
 import os
 import sys
@@ -16,22 +17,24 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, lr_range, metrics, monitor, parallel, plots, runfolder
+from nanope import checkpoint, device, lr_range, metrics, monitor, optim, parallel, plots, runfolder
 from nanope.configurator import catch_signals, configure, run
 from nanope.evaluate import evaluate
 from nanope.files import lock_folder, write_json
 from nanope.loader import Data
 from nanope.monitor import describe
+from nanope.runfolder import crash, resume, save
 
-EXIT_DONE, EXIT_NONFINITE, EXIT_STOPPED = 0, 65, 75
+EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
 @dataclass
 class TrainConfig(GPTConfig):
     # the run
     out_dir: str = 'out/run'            # run folder
-    init_from: str = 'scratch'          # scratch, resume, auto (resume where there is something to, else start), or a run folder
-                                        # whose model to start from, with a fresh optimizer
+    init_from: str = 'scratch'          # scratch, resume, auto (resume where there is something to, else start), or what to
+                                        # start from with a fresh optimizer: a run folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a
+                                        # folder of transformers or nanoGPT (their weights fit any wpe: all but the table are used)
     train_only: Literal['all', 'wpe'] = 'all'  # wpe: leave everything but a learned position table as it is
     overwrite: bool = False             # delete the run that out_dir already holds
     allow_change: bool = False          # resume although settings that change the course of training differ from the saved ones
@@ -40,7 +43,13 @@ class TrainConfig(GPTConfig):
     dataset: str = 'shakespeare'        # folder under data/, see prepare.py
     batch_size: int = 16                # rows of block_size tokens a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update, of all processes together
-    # optimizer: AdamW
+    micro_batch: int | Literal['auto'] | None = None  # rows at once on the device, of batch_size * gradient_accumulation_steps; none =
+                                        # batch_size, auto = as many as fit a GPU
+    # optimizer
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: for the matrices of the blocks, AdamW for the rest
+    muon_lr: float = 0.02               # peak of Muon's own learning rate; the schedule is the same
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.01
     max_iters: int = 1000               # updates
     learning_rate: float = 6e-4         # peak
     min_lr: float | None = None         # at the end of the cosine; none = learning_rate/10
@@ -79,17 +88,22 @@ class TrainConfig(GPTConfig):
                      'sample_tokens'):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 found.append(f'{name}={getattr(self, name)} must be at least 1')
-        for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'min_delta'):
+        if isinstance(self.micro_batch, int) and self.micro_batch < 1:
+            found.append(f'micro_batch={self.micro_batch} must be at least 1')
+        for name in ('seed', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'min_delta', 'muon_lr',
+                     'muon_weight_decay'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 found.append(f'{name}={getattr(self, name)} must not be negative')
         found += lr_range.problems(self)
+        if self.shard and self.optimizer == 'muon':
+            found.append('shard=True splits the matrices, which Muon needs whole: use optimizer=adamw')
         parts, world = self.gradient_accumulation_steps, parallel.world
         if parts % world:
             near = ' or '.join(str(n) for n in (parts - parts % world, parts - parts % world + world) if n > 0)
             found.append(f'gradient_accumulation_steps={parts} cannot be shared equally by {world} processes; {near} can')
         if self.seed >= 2**32:
             found.append(f'seed={self.seed} must be below 2**32')
-        for name in ('beta1', 'beta2'):
+        for name in ('beta1', 'beta2', 'muon_momentum'):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f'{name}={getattr(self, name)} must be at least 0 and below 1')
         return found
@@ -105,87 +119,40 @@ def learning_rate_at(step, config):
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
 
 
-def update(model, optimizer, scaler, config, data, step, lr, device_name, autocast, caught):
-    """One update from the batch of `step`. Returns (loss, gradient norm, whether any process has caught a signal), the same in all
-    processes; changes no weight when loss or norm is not finite.
+def update(loss_of, optimizers, scaler, config, data, step, lr, device_name, autocast, caught):
+    """One update from the batch of `step`. Returns loss, gradient norm and whether any process has caught a signal, the same in all
+    processes: a tensor (3,) on the device. Changes no weight when loss or norm is not finite.
 
     Dropout is seeded with (seed, step, rank), so that there is no generator state to save."""
     seed = config.seed * 1_000_003 + step + parallel.rank * 0x9E3779B1  # the golden ratio: keeps the steps of all ranks apart
     torch.manual_seed(seed % 2**32)  # the CPU's generator reads no more than 32 bits
-    parts = config.gradient_accumulation_steps
-    x, y = (rows.split(config.batch_size) for rows in data.train.batch(config.seed, step, config.batch_size * parts, config.block_size))
-    share = slice(parallel.rank * parts // parallel.world, (parallel.rank + 1) * parts // parallel.world)
-    told = torch.zeros(2, device=device_name)  # loss, and signals
-    for rows, targets in zip(x[share], y[share]):
+    rows = config.batch_size * config.gradient_accumulation_steps
+    share = slice(parallel.rank * rows // parallel.world, (parallel.rank + 1) * rows // parallel.world)
+    batch = [part[share].split(config.micro_batch) for part in data.train.batch(config.seed, step, rows, config.block_size)]
+    told = torch.zeros(3, device=device_name)
+    for x, y in zip(*batch):
+        x, y = (device.send(part, device_name) for part in (x, y))
         with autocast():
-            loss = model(rows.to(device_name), targets.to(device_name)) / parts
+            loss = loss_of(x, y) * (len(x) / rows)
         scaler.scale(loss).backward()
         told[0] += loss.detach()
-    told[1] = bool(caught)
-    parameters = [p for group in optimizer.param_groups for p in group['params']]
-    parallel.add_up([told, *(p.grad for p in parameters)])
-    scaler.unscale_(optimizer)
-    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf))
-    (loss, stop), norm = told.tolist(), norm.item()
-    if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
-        for group in optimizer.param_groups:
-            group['lr'] = lr
-        scaler.step(optimizer)  # skips the update itself where a scaled float16 gradient overflowed
-        scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return loss, norm, stop > 0
-
-
-def resume(found, config, data, model, optimizer, scaler, names, environment):
-    """Put a checkpoint's weights and optimizer state in place. Returns its step."""
-    if found.state.get('data_digest') != data.digest:
-        raise ValueError(f'data/{config.dataset} is not the data that {config.out_dir} was trained on (its digest differs): '
-                         'prepare the same data, or start a run in another --out_dir')
-    for name, value in environment.items():
-        if found.environment.get(name) != value:
-            print(f'warning: {name} was {found.environment.get(name)}, now {value}: same batches, but not the same bits', file=sys.stderr)
-    if found.step > config.max_iters:
-        raise ValueError(f'{config.out_dir} is at step {found.step}, past max_iters={config.max_iters}')
-    checkpoint.load_weights(model, found.tensors('model'), found.path)
-    moments = found.tensors('optim')
-    if moments:  # AdamW has none before its first update
-        checkpoint.load_optimizer(optimizer, moments, names, found.path)
-    if found.state.get('scaler'):  # empty where the run did not scale: then a new scaler finds its scale
-        scaler.load_state_dict(found.state['scaler'])
-    print(f'resuming {config.out_dir} at step {found.step}')
-    return found.step
-
-
-def crash(config, step, **facts):
-    """Say what is not finite at which step and leave the last good checkpoint as it is. Returns the exit code."""
-    facts = {'step': step, 'learning_rate': learning_rate_at(step, config), **{name: str(value) for name, value in facts.items()}}
-    if parallel.rank == 0:
-        write_json(os.path.join(config.out_dir, 'crash.json'), facts)
-    held = checkpoint.steps(config.out_dir)
-    print(f'error: not finite: {", ".join(f"{name} {value}" for name, value in facts.items())}; stopped, with nothing of it saved. '
-          f'{f"The last checkpoint is step {held[-1]}" if held else "There is no checkpoint"}; '
-          'a lower learning_rate or longer warmup_iters may help', file=sys.stderr)
-    return EXIT_NONFINITE
-
-
-def save(config, step, model, optimizer, scaler, names, data, environment, origin):
-    """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. All ranks take part."""
-    weights = parallel.whole_dict(dict(model.named_parameters()))
-    moments = parallel.whole_dict(checkpoint.optimizer_tensors(optimizer, names))
-    if parallel.rank:
-        return
-    try:
-        checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
-    except ValueError:
-        state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
-                 'scaler': scaler.state_dict(), 'origin': origin}
-        checkpoint.save(config.out_dir, step, weights, moments, state, environment)
-    evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
-    held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
-    if held:
-        best = min(held, key=evals.get)
-        checkpoint.mark_best(config.out_dir, best, evals[best])
-    checkpoint.prune(config.out_dir, step, config.keep_checkpoints)
+    told[2] += bool(caught)
+    params = optim.parameters(optimizers)
+    parallel.add_up([told, *(p.grad for p in params)])
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    told[1] = parallel.whole(torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf))
+    optim.set_learning_rate(optimizers, lr)
+    if scaler.is_enabled():
+        if told[0].isfinite():
+            for optimizer in optimizers:
+                scaler.step(optimizer)  # skips the update itself where a scaled float16 gradient overflowed
+            scaler.update()
+    else:
+        optim.step(optimizers, told[:2].isfinite().all())
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return told
 
 
 @parallel.ranks()
@@ -227,28 +194,33 @@ def main(argv=None):
     model = parallel.shard(model, device_name) if sharded else model.to(device_name)
     model.checkpoint_blocks = config.checkpoint_blocks
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    compiled, is_compiled, why_compile = device.compile_model(model, config.compile, config.batch_size, device_name, autocast)
-    fused = torch.device(device_name).type in ('cuda', 'cpu')
-    optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=fused)
+    update_rows = config.batch_size * config.gradient_accumulation_steps
+    config.micro_batch, why_rows = device.micro_batch(config.micro_batch or config.batch_size, model, update_rows // parallel.world,
+                                                      device_name, autocast)
+    seconds = device.expected_seconds(model, config.max_iters * update_rows * config.block_size // parallel.world, dtype)
+    compile = resumed.environment.get('compile', 'auto') if resumed and config.compile == 'auto' else config.compile
+    loss_of, is_compiled, why_compile = device.compile_model(model, compile, config.micro_batch, device_name, autocast, seconds)
+    optimizers = optim.build(config, model, device_name)
     scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')
-    environment = device.environment(device_name, dtype, is_compiled) | {'shard': sharded or None}
-    describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype), 'compile': (is_compiled, why_compile)})
+    environment = device.environment(device_name, dtype, is_compiled) | {'shard': sharded or None, 'micro_batch': config.micro_batch}
+    describe(config, model, data, {'device': (device_name, why_device), 'dtype': (dtype, why_dtype), 'compile': (is_compiled, why_compile),
+                                   'micro_batch': (config.micro_batch, why_rows)})
 
     step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
     if resumed:
-        step, origin = resume(resumed, config, data, model, optimizer, scaler, names, environment), resumed.state.get('origin')
+        step, origin = resume(resumed, config, data, model, optimizers, scaler, names, environment), resumed.state.get('origin')
     if first:
         metrics.rewind(config.out_dir, step)
         write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
     if config.lr_range:
-        trial = lambda step, lr: update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast, caught)  # noqa: E731
+        trial = lambda step, lr: update(loss_of, optimizers, scaler, config, data, step, lr, device_name, autocast, caught).tolist()  # noqa
         return EXIT_STOPPED if lr_range.run_test(config, trial) else EXIT_DONE
     wandb = metrics.start_wandb(config.wandb if first else 'off', config.wandb_project, config.out_dir, asdict(config))
 
-    def record(event, **values):
+    def record(event, at, **values):
         if first:
-            metrics.append(config.out_dir, {'event': event, 'step': step, **values})
-        wandb('log', {f'{event}/{name}': value for name, value in values.items()}, step)
+            metrics.append(config.out_dir, {'event': event, 'step': at, **values})
+        wandb('log', {f'{event}/{name}': value for name, value in values.items()}, at)
 
     def score(max_tokens=None):
         return evaluate(model, data.val, data.tokenizer.byte_lengths(), block_size=config.block_size, autocast=autocast,
@@ -256,9 +228,13 @@ def main(argv=None):
 
     evaluated = parallel.any_rank(first and any(r['event'] == 'eval' and r['step'] == step for r in metrics.read(config.out_dir)))
     peak = device.peak_flops(device_name, dtype)
-    update_tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    update_tokens = update_rows * config.block_size
     stalled = monitor.out_of_patience(config)
     seconds, result, stop = None, None, parallel.any_rank(caught)  # of an update, smoothed; of the last evaluation; in all processes
+    waits = scaler.is_enabled() or not device.runs_ahead(device_name)  # after every update, for what it tells
+    told, started = [], None  # by the updates since we asked last, and when the first of them began
+    gc.collect()
+    gc.freeze()  # what is there by now stays: collections need not look at it
     model.train()
     with tqdm(total=config.max_iters, initial=step, desc=os.path.basename(os.path.normpath(config.out_dir)), dynamic_ncols=True,
               bar_format='{desc} {n_fmt}/{total_fmt} |{bar:16}|{postfix}', mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
@@ -267,49 +243,52 @@ def main(argv=None):
             last = step >= config.max_iters or stalled
             evaluating = (last or step % config.eval_interval == 0) and not evaluated
             saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
+            logging = (step - 1) % config.log_interval == 0 or last
+            if told and (waits or logging or evaluating or saving):
+                for n, (loss, norm, stop) in enumerate(torch.stack(told).tolist(), step - len(told)):
+                    if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
+                        bar.close()
+                        return crash(config, n, learning_rate=learning_rate_at(n, config), loss=loss, grad_norm=norm)
+                took = (time.perf_counter() - started) / len(told)
+                seconds, told = took if seconds is None else 0.9 * seconds + 0.1 * took, []
+                if logging:
+                    record('train', step - 1, loss=loss, lr=lr, grad_norm=norm if math.isfinite(norm) else None,
+                           tokens_per_s=update_tokens / took)
+                mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak / parallel.world:.1%}' if peak else ''
+                left = bar.format_interval((config.max_iters - step) * seconds)
+                bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
             if (evaluating or saving or stop) and parallel.any_rank(not all(parallel.own(p).isfinite().all() for p in names)):
                 bar.close()
-                return crash(config, step, weights='nan or inf')
+                return crash(config, step, learning_rate=learning_rate_at(step, config), weights='nan or inf')
             if evaluating:
                 result = score(config.eval_tokens)
                 if result:
-                    record('eval', loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
+                    record('eval', step, loss=result['loss'], stderr=result['stderr'], tokens=result['tokens'])
                     bar.write(f'step {step}: validation loss {result["loss"]:.4f} ± {result["stderr"]:.4f} ({result["tokens"]:,} tokens)')
                     evaluated = True
                 stop, stalled = parallel.any_rank(caught), monitor.out_of_patience(config)
                 last = last or stalled
             if config.sample_interval and step and step % config.sample_interval == 0:
                 text = monitor.sample(model, data.tokenizer, config.sample_tokens, config.seed + step, autocast)
-                record('sample', text=text)
+                record('sample', step, text=text)
                 bar.write(f'step {step}, a sample:\n{text}\n')
             if saving or last or stop:
-                save(config, step, model, optimizer, scaler, names, data, environment, origin)
+                save(config, step, model, optimizers, scaler, names, data, environment, origin)
                 stop = parallel.any_rank(caught)
                 if last or stop:  # only here: who stops has saved
                     break
 
             # one update
-            started = time.perf_counter()
-            lr = learning_rate_at(step, config)
-            loss, norm, stop = update(compiled, optimizer, scaler, config, data, step, lr, device_name, autocast, caught)
-            if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
-                bar.close()
-                return crash(config, step, loss=loss, grad_norm=norm)
-            took = time.perf_counter() - started
-            seconds = took if seconds is None else 0.9 * seconds + 0.1 * took
-            if step % config.log_interval == 0 or step + 1 == config.max_iters:
-                record('train', loss=loss, lr=lr, grad_norm=norm if math.isfinite(norm) else None, tokens_per_s=update_tokens / took)
+            lr, started = learning_rate_at(step, config), started if told else time.perf_counter()
+            told.append(update(loss_of, optimizers, scaler, config, data, step, lr, device_name, autocast, caught))
             step, evaluated = step + 1, False
-            mfu = f', MFU {model.flops_per_token() * update_tokens / seconds / peak / parallel.world:.1%}' if peak else ''
-            left = bar.format_interval((config.max_iters - step) * seconds)
-            bar.set_postfix_str(f'loss {loss:.3f}, {update_tokens / seconds:,.0f} tokens/s{mfu}, {left} left', refresh=False)
             bar.update()
     if not stop:
         print('evaluating on all validation tokens', flush=True)
         final = result if config.eval_tokens is None and result else score()
         stop = not final
         if final:
-            record('final', **{key: final[key] for key in ('loss', 'stderr', 'tokens', 'bits_per_byte')})
+            record('final', step, **{key: final[key] for key in ('loss', 'stderr', 'tokens', 'bits_per_byte')})
             print(f'{config.out_dir}: validation loss {final["loss"]:.4f} ± {final["stderr"]:.4f} on all {final["tokens"]:,} tokens, '
                   f'{final["bits_per_byte"]:.4f} bits a byte')
             monitor.say_end(config, step)

@@ -12,16 +12,15 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
-from typing import get_type_hints
+from dataclasses import dataclass, field
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
-from nanope import parallel
-from nanope.configurator import fit
+from nanope import huggingface, nanogpt, parallel
+from nanope.configurator import restore
 from nanope.files import read_json, sha256, sync, write_json
 from nanope.tokenizer import from_json
 
@@ -37,9 +36,14 @@ class Checkpoint:
     step: int
     state: dict         # config, tokenizer, and what the training loop needs to go on
     environment: dict   # versions, device, dtype, threads: see nanope.device.environment
+    # of what others trained, which is no run folder (nanope.huggingface, nanope.nanogpt)
+    weights: dict | None = field(default=None, repr=False)  # the tensors of 'model'
+    free: frozenset = field(default=frozenset(), repr=False)  # settings of the model that the weights leave open
 
     def tensors(self, name):
         """The tensors of 'model' or 'optim' by name, on the CPU."""
+        if self.weights is not None:
+            return self.weights if name == 'model' else {}
         try:
             return load_file(os.path.join(self.path, f'{name}.safetensors'))
         except SafetensorError as error:
@@ -178,10 +182,17 @@ def no_checkpoint(run):
 
 
 def load(run, step='latest'):
-    """The checkpoint of `run` at step 'latest' (the newest that verifies), 'best', or a number. Raises ValueError where there is none."""
+    """The checkpoint of `run` at step 'latest' (the newest that verifies), 'best', or a number. Raises ValueError where there is none.
+
+    Instead of a run folder, run may be what nanope.huggingface or nanope.nanogpt reads."""
     there = steps(run)
     if not there:
-        raise ValueError(no_checkpoint(run))
+        found = huggingface.read(run) or nanogpt.read(run)
+        if not found:
+            raise ValueError(no_checkpoint(run))
+        if step not in ('latest', 'best', found['step']):
+            raise ValueError(f'{run} is no run folder and holds step {found["step"]} only: leave step={step} out')
+        return Checkpoint(environment={'dtype': 'float32'}, **found)
     if step != 'latest':
         number = best_step(run) if step == 'best' else step
         if number not in there:
@@ -204,11 +215,7 @@ def load(run, step='latest'):
 
 def model_config(checkpoint):
     """The GPTConfig that a checkpoint was trained with. Raises ValueError where its settings are none."""
-    hints = get_type_hints(GPTConfig)
-    try:
-        return GPTConfig(**{key: fit(key, [value], hints) for key, value in checkpoint.state['config'].items() if key in hints})
-    except ValueError as error:
-        raise ValueError(f'{checkpoint.path}/state.json: {error}') from None
+    return restore(GPTConfig, checkpoint.state['config'], f'{checkpoint.path}/state.json')
 
 
 def check_fit(shapes, tensors, where):
@@ -231,20 +238,24 @@ def load_weights(model, tensors, where):
         parameter.copy_(parallel.like(tensors[name], parameter))
 
 
-def optimizer_tensors(optimizer, names):
-    """The optimizer's state as a flat dict: 'exp_avg.<parameter>' and so on. names: parameter -> its name."""
-    return {f'{key}.{names[p]}': tensor for p, state in optimizer.state.items() for key, tensor in state.items()}
+def optimizer_tensors(optimizers, names):
+    """The optimizers' state as a flat dict: 'exp_avg.<parameter>' and so on. names: parameter -> its name."""
+    return {f'{key}.{names[p]}': tensor for optimizer in optimizers
+            for p, state in optimizer.state.items() for key, tensor in state.items()}
 
 
-def load_optimizer(optimizer, tensors, names, where):
+def load_optimizer(optimizers, tensors, names, where):
     """Put back what optimizer_tensors gave: all or, where names or shapes differ, nothing and one ValueError."""
-    moments = ('exp_avg', 'exp_avg_sq')
-    shapes = {f'{key}.{name}': p.shape for key in moments for p, name in names.items()}
-    check_fit(shapes | {f'step.{name}': torch.Size() for name in names.values()}, tensors, where)
-    for p, name in names.items():
-        step = tensors[f'step.{name}']  # AdamW counts on the CPU unless it is fused
-        optimizer.state[p] = {'step': step.to(p.device) if optimizer.defaults['fused'] else step,
-                              **{key: parallel.like(tensors[f'{key}.{name}'], p) for key in moments}}
+    owners = [(p, optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group['params']]
+    moments = {p: ('momentum_buffer',) if isinstance(optimizer, torch.optim.Muon) else ('exp_avg', 'exp_avg_sq') for p, optimizer in owners}
+    shapes = {f'{key}.{names[p]}': p.shape for p in moments for key in moments[p]}
+    counts = {f'step.{names[p]}': torch.Size() for p, keys in moments.items() if 'exp_avg' in keys}
+    check_fit(shapes | counts, tensors, where)
+    for p, optimizer in owners:
+        optimizer.state[p] = {key: parallel.like(tensors[f'{key}.{names[p]}'], p) for key in moments[p]}
+        if 'exp_avg' in moments[p]:
+            step = tensors[f'step.{names[p]}']  # AdamW counts on the CPU unless it is fused
+            optimizer.state[p]['step'] = step.to(p.device) if optimizer.defaults['fused'] else step
 
 
 def load_model(run, step='latest', device='cpu'):

@@ -127,6 +127,17 @@ def fit(name, candidates, hints):
     raise ValueError(f'{name} must be {text}, not {value!r:.60}{nearest(str(value), map(str, choices))}')
 
 
+def restore(cls, values, where):
+    """An instance of the dataclass cls from the values (dict) that `where` holds; names that it does not have are passed over.
+
+    Raises ValueError where they do not fit."""
+    hints = get_type_hints(cls)
+    try:
+        return cls(**{name: fit(name, [value], hints) for name, value in values.items() if name in hints})
+    except ValueError as error:
+        raise ValueError(f'{where}: {error}') from None
+
+
 def takes(hint):
     """(types, choices, both in words) of a field: `Literal['a'] | None` gives ([NoneType], ['a'], 'a|none')."""
     options = [option for part in get_args(hint) or [hint] for option in get_args(part) or [part]]

@@ -8,6 +8,9 @@ import sys
 import torch
 
 from nanope import parallel
+from nanope.loss import loss_function
+
+COMPILE_PAYS = 300  # seconds of training on a CPU from which on compiling saves more than it takes
 
 # Dense bf16/fp16 peak of one card, FLOP/s, from the makers' data sheets. A name that is not here gets no MFU rather than a wrong one.
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12, 'A10G': 70e12,
@@ -67,36 +70,44 @@ def resolve_dtype(dtype, device, n_embd):
             return 'bfloat16', 'this GPU has it'
         return 'float16', 'this GPU has no bfloat16; gradients are scaled'
     if kind == 'cpu' and cpu_has_bf16():
-        if n_embd >= 192:  # measured: casting costs more than it saves below
+        if n_embd >= 128:  # measured: casting costs more than it saves below
             return 'bfloat16', 'this CPU multiplies it in hardware'
         return 'float32', f'casts would cost more than bfloat16 saves at n_embd={n_embd}'
     return 'float32', f'no fast bfloat16 on this {kind}'
 
 
-def resolve_compile(compile, device):
-    """'auto' -> (bool, reason)."""
+def resolve_compile(compile, device, seconds):
+    """'auto' -> (bool, reason). seconds: what the run may take without."""
     if compile != 'auto':
         return compile, 'as asked'
     if torch.device(device).type == 'cuda':
         return True, 'pays off on CUDA'
+    if torch.device(device).type == 'cpu' and seconds > COMPILE_PAYS:
+        return True, f'the run is expected to take {seconds / 60:,.0f} minutes without'
     return False, 'compiling takes longer than it saves in a short run on this device; --compile=true forces it'
 
 
-def compile_model(model, compile, batch_size, device, autocast):
-    """torch.compile, tried on one batch: (model to train, whether it is compiled, reason).
+def expected_seconds(model, tokens, dtype):
+    """About how long this CPU takes to train on so many tokens, from the operations alone: the same for every run of the same settings."""
+    rate = 1.5e11 if dtype == 'bfloat16' and cpu_has_bf16() else 3e10  # FLOP/s a core
+    return tokens * model.flops_per_token() / (rate * torch.get_num_threads())
 
-    Where it fails, 'auto' falls back with a warning and True raises ValueError."""
-    wanted, reason = resolve_compile(compile, device)
+
+def compile_model(model, compile, rows, device, autocast, seconds):
+    """torch.compile, tried on one micro-batch of `rows` rows: (function of (idx, targets) -> mean loss, whether compiled, reason).
+
+    Where it fails, 'auto' falls back with a warning and True raises ValueError. seconds: see resolve_compile()."""
+    wanted, reason = resolve_compile(compile, device, seconds)
     if not wanted:
-        return model, False, reason
+        return loss_function(model, False, rows, device), False, reason
     try:
         sharded = any(map(parallel.is_sharded, model.parameters()))
-        compiled = parallel.compile_blocks(model) if sharded else torch.compile(model, fullgraph=True, dynamic=False)
-        rows = torch.zeros(batch_size, model.config.block_size, dtype=torch.int64, device=device)
+        loss_of = parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device)
+        ids = torch.zeros(rows, model.config.block_size, dtype=torch.int64, device=device)
         with autocast():
-            loss = compiled(rows, rows)
+            loss = loss_of(ids, ids)
         loss.backward()
-        return compiled, True, reason
+        return loss_of, True, reason
     except torch.OutOfMemoryError:  # not the compiler's fault, and worse without it
         raise
     except Exception as error:  # whatever the compiler's many parts may raise
@@ -105,9 +116,47 @@ def compile_model(model, compile, batch_size, device, autocast):
             raise ValueError(f'{what}; --compile=false trains without it') from error
         print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
         parallel.compile_blocks(model, undo=True)
-        return model, False, 'it failed, see the warning'
+        return loss_function(model, False, rows, device), False, 'it failed, see the warning'
     finally:
         model.zero_grad(set_to_none=True)
+
+
+def compile_step(model, device):
+    """model.step, compiled, as generate() takes it. Nothing is tried here: an error comes with the second token.
+
+    CPU: weights are frozen into the graph in the layout that its matrix products like best. CUDA: the step is recorded and replayed."""
+    options = {'freezing': True} if torch.device(device).type == 'cpu' else {'triton.cudagraphs': True, 'coordinate_descent_tuning': True}
+    return torch.compile(model.step, dynamic=False, options=options)
+
+
+def for_sampling():
+    """A context without cuDNN's attention, which plans anew for every length of sequence: for sampling and evaluation, never training."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def micro_batch(wanted, model, rows, device, autocast):
+    """'auto' -> (rows to pass through the model at once, a divisor of rows; reason).
+
+    Memory grows evenly with rows, so two trials tell how many fit a GPU. Compiled, they need less than here."""
+    if wanted != 'auto':
+        return wanted, 'as asked'
+    if torch.device(device).type != 'cuda':
+        return rows, 'all at once'
+    used = []
+    for n in (1, 2):
+        torch.cuda.reset_peak_memory_stats(device)
+        ids = torch.zeros(n, model.config.block_size, dtype=torch.int64, device=device)
+        with autocast():
+            loss = model(ids, ids)
+        loss.backward()
+        used.append(torch.cuda.max_memory_allocated(device))
+        model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    moments = 8 * sum(p.numel() for p in model.parameters())      # the optimizer's, which are not there yet
+    room = 0.9 * torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device) - used[0] - moments
+    most = max(int(room // (used[1] - used[0])) + 1, 1)
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most), f'{most} would fit'
 
 
 def autocast(device, dtype):
@@ -115,6 +164,18 @@ def autocast(device, dtype):
     if dtype == 'float32':
         return contextlib.nullcontext
     return lambda: torch.autocast(device_type=torch.device(device).type, dtype=getattr(torch, dtype))
+
+
+def runs_ahead(device):
+    """Whether work is queued on the device while Python goes on: then one does best not to ask for results after every update."""
+    return torch.device(device).type == 'cuda'
+
+
+def send(tensor, device):
+    """A tensor on the device; for CUDA without waiting, so that the next batch is read while this one is worked on."""
+    if torch.device(device).type == 'cuda':
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def peak_flops(device, dtype):

@@ -9,6 +9,7 @@ import os
 import numpy as np
 import torch
 
+from nanope import nanogpt
 from nanope.files import read_json, sha256
 from nanope.tokenizer import from_json
 
@@ -75,6 +76,8 @@ class Data:
         parent, name = os.path.split(os.path.normpath(folder))
         if os.path.basename(parent) != 'data' or name == 'gpt2':  # as of dataset='' or 'a/b'; gpt2 holds a tokenizer
             return 'dataset must be the name of a folder under data/ that prepare.py made'
+        if os.path.exists(os.path.join(folder, 'train.bin')) and not os.path.exists(os.path.join(folder, 'meta.json')):
+            return f'{nanogpt.how_to_adopt(name, folder)}; all else is prepared anew; run: python prepare.py {name}'
         return f'run: python prepare.py {name}'
 
     def open_split(self, folder, split):

@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON record a line, appended as things happen. The truth about a run; plots and tables are read from it."""
 import json
 import os
+import statistics
 import sys
 
 from nanope.files import read_json
@@ -56,6 +57,20 @@ def rewind(run, step):
     with open(path + '.tmp', 'w', encoding='utf-8') as file:
         file.writelines(json.dumps(record) + '\n' for record in kept)
     os.replace(path + '.tmp', path)
+
+
+def spikes(losses):
+    """Where a loss stands out from the ten records before it: above their median by six times their median deviation, and by 0.5 at
+    least. losses: [(step, loss)]. Returns the steps at which one begins."""
+    found, inside = [], False
+    for i in range(10, len(losses)):
+        before = [loss for _, loss in losses[i - 10:i]]
+        middle = statistics.median(before)
+        out = losses[i][1] > middle + max(6 * statistics.median(abs(loss - middle) for loss in before), 0.5)
+        if out and not inside:
+            found.append(losses[i][0])
+        inside = out
+    return found
 
 
 def first_line(error):

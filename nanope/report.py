@@ -42,14 +42,16 @@ def verdict(difference):
 # ---- tables: (heading, note, [row of cells], cells of a row that are words), the head first --------------------------
 
 def runs_table(report):
-    rows = [('run', 'scheme', 'seed', 'step', 'parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'tokens/s')]
+    rows = [('run', 'scheme', 'seed', 'step', 'parameters', 'position table', 'val loss', '± stderr', 'bits/byte', 'spikes', 'tokens/s')]
     columns = (('seed', 'd'), ('step', ',d'), ('params', ',d'), ('wpe_params', ',d'), ('val_loss', '.4f'), ('val_stderr', '.4f'),
-               ('bits_per_byte', '.4f'), ('tokens_per_s', ',.0f'))
+               ('bits_per_byte', '.4f'), ('spikes', 'd'), ('tokens_per_s', ',.0f'))
     for row in report['runs'] + report['failed']:
-        cells = [cell(row.get(key), form) for key, form in columns]
+        shown = {**row, 'spikes': len(row['spikes'])} if 'spikes' in row else row
+        cells = [cell(shown.get(key), form) for key, form in columns]
         cells[1] = 'failed' if row in report['failed'] else cells[1]
         rows.append((row['name'], ' + '.join(filter(None, (row['wpe'], row['extension']))), *cells))
-    note = f'windows of {report["length"]} tokens end to end; the standard error is over windows; tokens/s is the median while training'
+    note = (f'windows of {report["length"]} tokens end to end; the standard error is over windows; spikes: jumps of the training loss; '
+            'tokens/s is the median while training')
     return 'Runs', note, rows, (0, 1)
 
 
@@ -81,7 +83,13 @@ def lengths_table(report, heading, note, protocol, name, form, scale=1):
 
 def tables(report):
     """All tables of a report."""
-    found, first = [schemes_table(report)], report['schemes'][0]
+    found, first, tuned = [schemes_table(report)], report['schemes'][0], report.get('sweep')
+    if tuned:
+        rows = [('scheme', *next(iter(tuned['losses'].values())))]
+        rows += [(wpe, *(cell(loss) + '*' * (value == tuned['best'][wpe]) for value, loss in losses.items()))
+                 for wpe, losses in tuned['losses'].items()]
+        note = 'final validation loss with seed 0; * the value that the seeds compared were trained with'
+        found.append((f'Sweep of {tuned["setting"]}', note, rows, (0,)))
     if first['context']:
         found += [lengths_table(report, 'Same targets by tokens of context', 'nats a token; - where a learned table has no rows',
                                 'context', 'loss', '.3f'),

@@ -6,9 +6,9 @@ from nanope.loader import Data
 from nanope.metrics import run_names
 
 # Settings that a fair comparison may differ in: the scheme, the seed, and what does not change the course of training.
-MAY_DIFFER = {'wpe', 'seed', 'dataset', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',
+MAY_DIFFER = {'wpe', 'seed', 'dataset', 'vocab_size', 'out_dir', 'init_from', 'overwrite', 'allow_change', 'eval_interval', 'eval_tokens',
               'eval_batch_size', 'checkpoint_interval', 'keep_checkpoints', 'log_interval', 'wandb', 'wandb_project', 'device', 'compile',
-              'threads', 'sample_interval', 'sample_tokens', 'checkpoint_blocks', 'shard'}
+              'threads', 'micro_batch', 'sample_interval', 'sample_tokens', 'checkpoint_blocks', 'shard'}
 EXTENDED = {'block_size', 'sinusoidal_factor', 'rope_scaling', 'rope_factor', 'rope_trained'}  # what extend.py changes
 
 
@@ -24,23 +24,36 @@ def find_runs(paths, to, step):
     runs = {path: checkpoint.load(path, step) for path in paths}
     digests = {}
     for path, found in runs.items():
-        digests.setdefault(found.state['data_digest'], path)
+        if found.state.get('data_digest'):                        # what others trained has none
+            digests.setdefault(found.state['data_digest'], path)
     if len(digests) > 1:
         raise ValueError(f'runs trained on different data cannot be compared: {" and ".join(digests.values())}')
     return runs
 
 
-def open_data(runs):
-    """The data that the runs were trained on. Raises ValueError where the folder holds other data by now."""
-    path, found = next(iter(runs.items()))
-    folder = os.path.join('data', found.state['config']['dataset'])
+def open_data(runs, name=None):
+    """(name, Data) of what to score on: data/name, or what the runs were trained on. Raises ValueError where that folder holds other data
+    by now, or where a model of others has another vocabulary."""
+    trained = {path: found for path, found in runs.items() if found.state.get('data_digest')}
+    if not trained and not name:
+        raise ValueError(f'{next(iter(runs))} does not say what it was trained on: give the data to score on, --dataset=NAME')
+    name = name or next(iter(trained.values())).state['config']['dataset']
+    folder = os.path.join('data', name)
     data = Data(folder)
-    if data.digest != found.state['data_digest']:
-        raise ValueError(f'{folder} is not the data that {path} was trained on (its digest differs): prepare it again')
-    return data
+    for path, found in runs.items():
+        if path in trained and data.digest != found.state['data_digest']:
+            raise ValueError(f'{folder} is not the data that {path} was trained on (its digest differs): prepare it again')
+        if found.state['tokenizer'] != data.tokenizer.to_json() or data.meta['val']['max_id'] >= found.state['config']['vocab_size']:
+            raise ValueError(f'{path} has another vocabulary than {folder}: they cannot be scored on the same tokens')
+    return name, data
 
 
 # ---- what they are --------------------------------------------------------------------------------------------------------------------
+
+def tuned(found):
+    """Whether a run started from another one and was trained since."""
+    return bool(found.state.get('origin')) and 'extended' not in found.state
+
 
 def extension(found):
     """How a run's context was extended, as in 'yarn ×2', whether it was fine-tuned since, or None."""
@@ -49,7 +62,7 @@ def extension(found):
         return f'{extended["method"]} ×{found.state["config"]["block_size"] / extended["trained"]:g}'
     if origin:
         try:
-            before = extension(checkpoint.load(origin['run'], origin['step']))
+            before = extension(checkpoint.load(origin['run'], origin['step'])) if checkpoint.steps(origin['run']) else None
         except ValueError:                                        # it is not there any more
             before = None
         return ', '.join(filter(None, (before, 'tuned')))

@@ -2,7 +2,7 @@
 
     TO/ledger.json             each cell's state (done, failed, stopped), exit code and seconds, and the settings that all cells share
     TO/runs/<wpe>_<seed>       as train.py writes it                          TO/runs/<wpe>_<seed>.log    what it printed
-    TO/runs/<run>_<method>_<n> as extend.py writes it, n tokens long
+    TO/runs/<run>_<method>_<n> as extend.py writes it, n tokens long     TO/runs/<run>_<method>_<n>_tuned   trained on since
 
 A cell is one process of train.py or extend.py. Whether a run is finished is read off its folder, not off the ledger, so it does not
 matter when a study was killed; a run that is not, goes on where its last checkpoint stands. A failed cell is tried again.
@@ -20,6 +20,7 @@ from nanope import checkpoint, metrics
 from nanope.configurator import read_file
 from nanope.files import lock_folder, read_json, write_json
 from nanope.metrics import run_names
+from nanope.runfolder import IDENTITY
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EXIT_STOPPED = 75
@@ -128,28 +129,58 @@ def wait_for(run):
         lock_folder(run, 'trained', wait=True).release()
 
 
-def train_missing(to, files, wpes, seeds, flags):
+def train_missing(to, files, wpes, seeds, flags, tuned=None):
     """Train every scheme with every seed that is not there yet. Returns (run folders, failed cells as rows of report.json).
 
-    files: config files for train.py. flags: more of its settings. Raises Stopped."""
+    files: config files for train.py. flags: more of its settings. tuned: what sweep() returned. Raises Stopped."""
     ledger, runs, failed = open_ledger(to, settings_of(files, flags)), [], []
     os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
     for seed, wpe in itertools.product(seeds, wpes):
-        cell = f'{wpe}_{seed}'
-        run = os.path.join(to, 'runs', cell)
-        wait_for(run)
-        if finished(run):
-            ledger['cells'].setdefault(cell, {'seconds': None}).update(state='done', exit=0)
-        else:
-            args = [*files, *flags, f'--wpe={wpe}', f'--seed={seed}', f'--out_dir={run}', '--init_from=auto']
-            run_cell(to, ledger, cell, 'train', args)
-        code = ledger['cells'][cell]['exit']
+        more = {tuned['setting']: tuned['best'][wpe]} if tuned else {}
+        run, code = train_one(to, ledger, '_'.join([wpe, *more.values(), str(seed)]), files, flags, wpe=wpe, seed=seed, **more)
         if code:
             failed.append({'run': run, 'wpe': wpe, 'extension': None, 'seed': seed, 'exit': code})
         else:
             runs.append(run)
     write_json(os.path.join(to, 'ledger.json'), ledger)
     return runs, failed
+
+
+def train_one(to, ledger, cell, files, flags, **settings):
+    """Train a cell unless that is done: (its run folder, its exit code)."""
+    run = os.path.join(to, 'runs', cell)
+    wait_for(run)
+    if finished(run):
+        ledger['cells'].setdefault(cell, {'seconds': None}).update(state='done', exit=0)
+    else:
+        args = [f'--{name}={value}' for name, value in settings.items()]
+        run_cell(to, ledger, cell, 'train', [*files, *flags, *args, f'--out_dir={run}', '--init_from=auto'])
+    return run, ledger['cells'][cell]['exit']
+
+
+def read_sweep(text):
+    """'learning_rate=1e-3,3e-3' -> ('learning_rate', ['1e-3', '3e-3']). Raises ValueError."""
+    name, equals, values = text.partition('=')
+    values = values.split(',')
+    if not equals or len(values) < 2 or not all(values) or len(set(values)) < len(values) or name in OURS:
+        raise ValueError(f'--sweep={text}: write a setting of train.py and two or more values, as in --sweep=learning_rate=1e-3,3e-3')
+    return name, values
+
+
+def sweep(to, files, wpes, flags, name, values):
+    """Try each value of a setting for every scheme alike, with seed 0: {'setting', 'losses': {wpe: {value: loss, None if it failed}},
+    'best': {wpe: value}}. The loss is the final one on all validation tokens, so what is compared later uses other seeds."""
+    ledger, losses = open_ledger(to, settings_of(files, flags)), {}
+    os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
+    for wpe, value in itertools.product(wpes, values):
+        run, code = train_one(to, ledger, f'{wpe}_{value}_0', files, flags, wpe=wpe, seed=0, **{name: value})
+        final = [record['loss'] for record in metrics.read(run) if record['event'] == 'final']
+        losses.setdefault(wpe, {})[value] = None if code else final[-1]
+    hopeless = [wpe for wpe, found in losses.items() if all(loss is None for loss in found.values())]
+    if hopeless:
+        raise ValueError(f'--sweep: no value of {name} trained {", ".join(hopeless)}; see {to}/runs/*.log')
+    best = {wpe: min((value for value in values if found[value] is not None), key=found.get) for wpe, found in losses.items()}
+    return {'setting': name, 'losses': losses, 'best': best}
 
 
 # ---- extending -------------------------------------------------------------------------------------------------------
@@ -178,6 +209,8 @@ def extend_missing(to, runs, methods):
     os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
     for name, (run, found) in zip(run_names(list(runs)), runs.items()):
         settings = found.state['config']
+        if found.weights is not None:
+            raise ValueError(f'{run} is no run folder: extend it first, python extend.py {run}, and compare what that writes')
         for method, factor in methods:
             if method not in EXTENSIONS[settings['wpe']]:
                 continue
@@ -196,3 +229,29 @@ def extend_missing(to, runs, methods):
             else:
                 made.append(target)
     return made, failed
+
+
+def tune_missing(to, runs, share):
+    """Train extended runs on for a share of the updates they have had, unless that is done. Returns (run folders, failed cells).
+
+    Each goes on under its own settings, as many tokens an update as before, by a schedule of its own: warm-up for a tenth, then the
+    cosine. runs: {run folder: its Checkpoint}."""
+    ledger, tuned, failed = open_ledger(to, {}), [], []
+    for run, found in runs.items():
+        settings, cell = found.state['config'], f'{os.path.basename(run)}_tuned'
+        updates, longer = max(round(found.step * share), 1), settings['block_size'] / found.state['extended']['trained']
+        ours = {'out_dir': os.path.join(to, 'runs', cell), 'init_from': run, 'max_iters': updates, 'warmup_iters': updates // 10,
+                'lr_decay_iters': updates, 'eval_interval': updates, 'checkpoint_interval': updates, 'allow_change': False,
+                'batch_size': max(round(settings['batch_size'] / longer), 1)}
+        source = f'{read_json(os.path.join(found.path, "manifest.json"))["digest"]} {updates}'
+        entry = ledger['cells'].get(cell, {})
+        if not (finished(ours['out_dir']) and entry.get('source') == source):
+            args = [f'--{name}={value}' for name, value in {**settings, **ours, 'overwrite': True}.items() if name not in IDENTITY]
+            run_cell(to, ledger, cell, 'train', args, source=source)
+        code = ledger['cells'][cell]['exit']
+        if code:
+            extension = f'{found.state["extended"]["method"]} ×{longer:g}, tuned'
+            failed.append({'run': ours['out_dir'], 'wpe': settings['wpe'], 'extension': extension, 'seed': settings['seed'], 'exit': code})
+        else:
+            tuned.append(ours['out_dir'])
+    return tuned, failed

@@ -96,7 +96,7 @@ class GPT2Tokenizer:
                                      special_tokens={SEPARATOR: self.separator}, explicit_n_vocab=self.vocab_size)
 
     def encode(self, text):
-        return np.array(self.bpe.encode_ordinary(text), dtype=self.dtype)
+        return self.bpe.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)  # special strings are ordinary text
 
     def encode_prompt(self, text):
         return self.bpe.encode(text, allowed_special={SEPARATOR})
@@ -120,19 +120,48 @@ def code_points(text):
     return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4').astype(np.int64)
 
 
+def byte_letters():
+    """{letter: byte}, in the order of GPT-2's ids. Its files write every byte as a letter that can be seen: the printable bytes of Latin-1
+    as themselves, the others as the letters from U+0100 on."""
+    seen = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != ' ']
+    order = seen + [byte for byte in range(256) if byte not in seen]
+    return {chr(byte) if rank < len(seen) else chr(256 + rank - len(seen)): byte for rank, byte in enumerate(order)}
+
+
 def gpt2_ranks():
     """{bytes: id} of GPT-2's 50,256 tokens, from its list of merges alone, in the order of the ids.
 
-    The list writes every byte as a letter that can be seen: the printable bytes of Latin-1 as themselves, the others
-    as the letters from U+0100 on. The ids begin with the bytes in this order; then each merge makes the next one.
+    The ids begin with the single bytes; then each merge makes the next one.
     """
     merges = VOCAB_BPE.read_bytes()
     if hashlib.sha256(merges).hexdigest() != VOCAB_BPE_SHA256:
         raise ValueError(f'{VOCAB_BPE} is not the file of GPT-2 any more: restore it (git checkout {VOCAB_BPE.name})')
-    seen = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != ' ']
-    order = seen + [byte for byte in range(256) if byte not in seen]
-    byte_of = {chr(byte) if rank < len(seen) else chr(256 + rank - len(seen)): byte for rank, byte in enumerate(order)}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(order)}
+    byte_of = byte_letters()
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
     for line in merges.decode('utf-8').splitlines()[1:]:  # the first line says #version
         ranks[bytes(byte_of[letter] for letter in line.replace(' ', ''))] = len(ranks)
     return ranks
+
+
+def hugging_face_json(tokenizer):
+    """The content of tokenizer.json, the format of Hugging Face's `tokenizers`, as a dict.
+
+    The separator is read as one wherever it is spelt, as encode_prompt() does. A character that the vocabulary does not have is an
+    error there, too, as there is no unknown token."""
+    separator = {'id': tokenizer.separator, 'content': SEPARATOR, 'special': True, 'normalized': False, 'single_word': False,
+                 'lstrip': False, 'rstrip': False}
+    if tokenizer.kind == 'gpt2':
+        merges = VOCAB_BPE.read_text('utf-8').splitlines()[1:]
+        words = [*byte_letters(), *(merge.replace(' ', '') for merge in merges), SEPARATOR]
+        bytes_as_letters = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': True}
+        parts = {'pre_tokenizer': bytes_as_letters, 'decoder': bytes_as_letters,
+                 'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'continuing_subword_prefix': '', 'end_of_word_suffix': '',
+                           'fuse_unk': False, 'byte_fallback': False, 'vocab': {word: i for i, word in enumerate(words)},
+                           'merges': merges}}
+    else:
+        parts = {'pre_tokenizer': {'type': 'Split', 'pattern': {'Regex': r'[\s\S]'}, 'behavior': 'Isolated', 'invert': False},
+                 'decoder': {'type': 'Fuse'},
+                 'model': {'type': 'WordLevel', 'unk_token': '',
+                           'vocab': {word: i for i, word in enumerate([*tokenizer.chars, SEPARATOR])}}}
+    return {'version': '1.0', 'truncation': None, 'padding': None, 'added_tokens': [separator], 'normalizer': None,
+            'post_processor': None, **parts}

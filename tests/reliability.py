@@ -41,8 +41,9 @@ FAULTS = [
     ('a checkpoint file cut, emptied, lengthened, missing', 'each file in ten ways',
      'named; the step before is used with a warning, unless that one was asked for',
      'test_checkpoint.py::test_damaged_file test_train.py::test_damaged_newest_checkpoint'),
-    ('a pickle in place of a file', 'each file, also with matching digests; meta.pkl', 'refused and not run',
+    ('a pickle in place of a file', "each file, also with matching digests; meta.pkl; nanoGPT's ckpt.pt", 'refused and not run',
      'test_checkpoint.py::test_pickle_with_matching_digests test_data.py::test_nanogpt_pickle_is_not_read '
+     'test_huggingface.py::test_a_malicious_or_damaged_checkpoint_is_refused_and_not_run '
      'test_house.py::test_no_file_reads_or_writes_a_pickle_or_evaluates_text'),
     ('a checkpoint of a newer version or another model', 'edited manifest; other names and shapes; other settings',
      'refused with every difference; nothing half loaded',
@@ -56,6 +57,13 @@ FAULTS = [
     ('numbers that are not finite', 'nan and inf in a weight, a gradient, one micro-batch of four; in the weights before a save',
      'exit 65 before the update; the last good checkpoint stays',
      'test_train.py::test_not_finite_stops_before_the_update test_train.py::test_weights_that_are_not_finite_are_not_saved'),
+    ('a loss that jumps', 'a learning rate 1,000 times too large for one update', 'trained on; counted and flagged in the comparison',
+     'test_train.py::test_spike_is_no_crash test_compare.py::test_spikes_are_found_and_noise_is_not '
+     'test_compare.py::test_a_spike_is_counted_flagged_and_kept'),
+    ('the same seed, other intervals and logging', 'evaluation, saving, log interval, wandb', 'the same bits',
+     'test_train.py::test_free_settings_do_not_touch_the_losses test_monitor.py::test_wandb_offline_for_real'),
+    ('the same seed, three schemes', 'started side by side', 'every shared weight and every batch the same bits',
+     'test_train.py::test_schemes_share_batches_and_weights'),
     ('data replaced before resuming', 'other text, same characters', 'refused by digest',
      'test_train.py::test_data_replaced_between_save_and_resume'),
     ('bad token files', 'empty, odd, cut, lengthened, changed, ids out of range, too short', 'refused before the model is built',
@@ -63,6 +71,26 @@ FAULTS = [
      'test_data.py::test_too_short_for_a_row test_data.py::test_shortest_data_trains'),
     ('prepare.py killed', 'SIGKILL at random moments', 'train.py finds all of the data or none; run again, the same files',
      'test_prepare.py::test_killed_at_random_leaves_nothing_that_train_accepts test_prepare.py::test_killed_many_times_is_the_same'),
+    ('prepare.py: bad sources', 'damaged, cut and foreign files, an error page for parquet, a full disk, twice at once',
+     'one clear line; no data appears, and what was there stays',
+     'test_prepare.py::test_bad_file_is_one_line test_prepare.py::test_bad_parquet test_prepare.py::test_full_disk_leaves_the_old_data '
+     'test_prepare.py::test_two_at_once test_prepare.py::test_dead_worker_ends_the_run'),
+    ('no network', 'proxies that lead nowhere; no tiktoken cache', 'byte pairs need none; a hub set gets one clear line at once',
+     'test_prepare.py::test_no_network_is_said_at_once test_tokenizer.py::test_gpt2_is_openais'),
+    ('odd settings', 'misspelt, doubled, of the wrong type, with =, not UTF-8, missing',
+     'all problems in one message; the sound ones taken',
+     'test_configurator.py::test_a_faulty_flag test_configurator.py::test_a_faulty_file '
+     'test_configurator.py::test_all_problems_are_told_at_once test_configurator.py::test_files_that_cannot_be_read '
+     'test_configurator.py::test_words_on_the_command_line'),
+    ('odd prompts and samplers', 'empty, unknown characters, too long, top_k above V, temperature 0, no checkpoint',
+     'a defined text or one clear line',
+     'test_sample.py::test_empty_prompts_and_unknown_characters test_sample.py::test_a_prompt_longer_than_block_size_keeps_its_tail '
+     'test_sample.py::test_settings_reach_the_sampler_and_their_limits_mean_no_limit test_sample.py::test_no_run_and_no_checkpoint '
+     'test_sample.py::test_greedy_is_the_argmax_loop_without_cache_whatever_the_seed'),
+    ('compare.py killed or a cell failed', 'SIGKILL and SIGTERM half way; exit codes',
+     'only missing cells are run, the same report; failed cells are shown and never averaged',
+     'test_study.py::test_interrupted_half_way_and_run_again test_study.py::test_a_failed_cell_is_shown_and_never_averaged '
+     'test_study.py::test_stopped_and_run_again_gives_the_same_report'),
     ('wandb fails', 'in import, init, log, finish', 'one warning; the same losses', 'test_train.py::test_wandb_that_fails'),
     ('two processes', 'forks; torchrun; two torchrun agents', 'the losses of one process, to rounding',
      'test_parallel.py::test_two_ranks_are_one_process test_parallel.py::test_torchrun test_parallel.py::test_two_machines'),

@@ -333,7 +333,7 @@ def test_folders_that_cannot_be_analysed(tmp_path):
     for argv, words in (
             ([llama], 'no learned table wpe.weight; this llama model has rope_theta=10000.0'),
             ([opt], 'this opt model has model.embed_positions.weight'),
-            ([broken], 'not a readable Hugging Face folder'), ([listed], 'not a readable Hugging Face folder'),
+            ([broken], 'not a readable Hugging Face folder'), ([listed], 'config.json is not a JSON object'),
             ([empty], 'only safetensors are read'), (['run'], 'holds no checkpoint'),
             (['bare'], r'neither a run folder \(no ckpt/\) nor a Hugging Face folder'), (['gone'], 'neither a run'),
             ([], 'give one folder, not 0'), (['a', 'b'], 'give one folder, not 2'),

@@ -330,3 +330,30 @@ def test_plots_as_a_command(tmp_path, monkeypatch, capsys):
         assert call(*args) == (2, '', f'error: {what} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...\n')
     (tmp_path / 'metrics.jsonl').write_text('{"event": "train", "step": 0, "loss": 4.2}\n')
     assert call('.')[1].startswith('wrote loss.png: ') and (tmp_path / 'loss.png').exists()
+
+
+# ---- spikes ----------------------------------------------------------------------------------------------------------
+
+def test_spikes_are_found_and_noise_is_not():
+    rng = np.random.default_rng(1)
+    calm = [(step, 4 * 0.99 ** step + 1 + 0.05 * rng.normal()) for step in range(0, 600, 3)]
+    assert metrics.spikes(calm) == [] and metrics.spikes(calm[:5]) == [] and metrics.spikes([]) == []
+    bumped = [(step, loss + 1.5 * (300 <= step < 330) + 2 * (step == 450)) for step, loss in calm]
+    assert metrics.spikes(bumped) == [300, 450]                   # where each begins
+
+
+def test_a_spike_is_counted_flagged_and_kept(copy):
+    """The run takes part like any other; table and report say so."""
+    path = copy / 'out/rope/metrics.jsonl'
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    last = [line for line in lines if line['event'] == 'train'][-1]
+    more = [{**last, 'step': last['step'] + i, 'loss': 9.0 if i == 15 else 3.0} for i in range(1, 20)]
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines + more))
+    done = compare(copy, 'out/learned', 'out/rope')
+    found = json.loads((copy / 'out/compare/report.json').read_text())
+    rows = {row['name']: row for row in found['runs']}
+    assert done.code == 0 and rows['rope']['spikes'] == [last['step'] + 15] and rows['learned']['spikes'] == []
+    assert f'rope jumped at step {last["step"] + 15}' in done.err and found['warnings'][-1] in done.err
+    assert [scheme['n_seeds'] for scheme in found['schemes']] == [1, 1]
+    head, *rows = done.out.splitlines()[1:4]
+    assert [row[:head.index('spikes') + 6].split()[-1] for row in rows] == ['0', '1']

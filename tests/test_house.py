@@ -15,8 +15,8 @@ from runs import ROOT
 from train import TrainConfig
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob('*.py') if path.stem != 'model')
-CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py') if not path.stem.startswith('finetune_'))  # a family of schemes each
-LAZY = {'datasets', 'wandb', 'matplotlib', 'tiktoken'}           # a run may not need them
+CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py') if 'finetune' not in path.stem and 'fast' not in path.stem)  # by scheme
+LAZY = {'datasets', 'wandb', 'matplotlib', 'tiktoken', 'transformers', 'huggingface_hub', 'tokenizers'}  # a run may not need them
 
 
 def tracked():
@@ -77,10 +77,12 @@ def test_these_tests_see_what_they_look_for():
     assert imports(tree, inside_functions=False) == {'a.b', 'c', 'c.d', 'e', 'g'} and tops(imports(tree)) == set('acegik')
     for code in ('import pickle', 'from marshal import loads', 'import shelve as s', 'eval("1")', 'exec("1")',
                  'builtins.exec("1")', '__import__("os")', 'np.load(f, allow_pickle=True)', 'np.load(f, allow_pickle=x)', 'torch.load(f)',
+                 'torch.load(f, weights_only=False)', 'torch.load(f, weights_only=x)',
                  'from torch import load', 'load(f, weights_only=False)', 'torch.save(x, f)', 'pd.read_pickle(f)',
                  'yaml.unsafe_load(f)', 'f(trust_remote_code=True)'):
         assert dangers(ast.parse(code)), code
-    for code in ('model.eval()', 'torch.compile(model)', 'np.load(f, allow_pickle=False)', 'json.load(f)', 'a.load_state_dict(x)'):
+    for code in ('model.eval()', 'torch.compile(model)', 'torch.load(f, weights_only=True)', 'np.load(f, allow_pickle=False)',
+                 'json.load(f)', 'a.load_state_dict(x)'):
         assert not dangers(ast.parse(code)), code
 
 
@@ -93,7 +95,9 @@ def dangers(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
-            if function.removeprefix('builtins.') in ('eval', 'exec', '__import__') or function in ('torch.load', 'torch.save'):
+            if function.removeprefix('builtins.') in ('eval', 'exec', '__import__') or function == 'torch.save':
+                found.add(function)
+            if function == 'torch.load' and 'weights_only=True' not in map(ast.unparse, node.keywords):
                 found.add(function)
             if function.rpartition('.')[2] in ('read_pickle', 'to_pickle', 'unsafe_load', 'full_load'):
                 found.add(function)
@@ -108,7 +112,8 @@ def test_no_file_reads_or_writes_a_pickle_or_evaluates_text():
     files = [path for path in tracked() if path.suffix == '.py']
     assert len(files) > 20
     for path in files:
-        assert not dangers(ast.parse(path.read_text('utf-8'))), path
+        allowed = {'torch.save'} if path.parent.name == 'tests' else set()  # what nanoGPT writes, to be read or refused
+        assert dangers(ast.parse(path.read_text('utf-8'))) <= allowed, path
 
 
 def test_the_page_on_reliability_names_tests_that_exist():

@@ -158,7 +158,7 @@ def test_range_test_that_blows_up(place, monkeypatch):
     """Not finite is an end that was to be expected: exit 0, with what there was before it."""
     import train as script
     original = script.update
-    monkeypatch.setattr(script, 'update', lambda *args: (math.nan, math.nan, False) if args[5] == 9 else original(*args))
+    monkeypatch.setattr(script, 'update', lambda *args: torch.tensor([math.nan, math.nan, 0.0]) if args[5] == 9 else original(*args))
     done = train(place, lr_range='1e-4:1', max_iters=20)
     assert done.code == 0 and 'diverged' in done.text and len(records(place, 'lr_range', run='out/a_lr_range')) == 9
     assert not (place / 'out/a_lr_range/crash.json').exists()

@@ -45,11 +45,11 @@ def test_sharded_run_is_one_process(place):
     def note(rank):
         original = script.save
 
-        def save(config, step, model, optimizer, *rest):
-            state = [tensor for each in optimizer.state.values() for tensor in each.values() if tensor.dim()]
+        def save(config, step, model, optimizers, *rest):
+            state = [tensor for each in optimizers[0].state.values() for tensor in each.values() if tensor.dim()]
             with open(f'held_{rank}', 'w') as file:
                 json.dump([sum(parallel.own(t).numel() for t in tensors) for tensors in (model.parameters(), state)], file)
-            return original(config, step, model, optimizer, *rest)
+            return original(config, step, model, optimizers, *rest)
         script.save = save
     codes, first, second = train_ranks(place, note, **SHARD, sample_interval=3, sample_tokens=12, grad_clip=0.25)
     assert codes == [0, 0] and second == '', first

@@ -124,6 +124,58 @@ def test_schemes_seeds_and_extensions(place, quick):
     assert again.code == 0 and len(quick) == 10 and read(place) == found and read(place, 'ledger') == ledger  # nothing is done twice
 
 
+def test_extended_runs_are_tuned(place, quick):
+    """Each extension is trained on, from its own weights, for a share of the updates, with as many tokens an update."""
+    done = compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5')
+    cells = ['learned_1', 'rope_1', 'learned_1_hold_16', 'rope_1_yarn_16', 'learned_1_hold_16_tuned', 'rope_1_yarn_16_tuned']
+    assert done.code == 0 and quick == cells and 'warning' not in done.err
+    rows = {row['name']: row for row in read(place)['runs']}
+    for cell in cells[-2:]:
+        config = json.loads((place / f'out/study/runs/{cell}/config.json').read_text())
+        before = checkpoint.load(place / f'out/study/runs/{cell.removesuffix("_tuned")}')
+        assert rows[cell]['step'] == config['max_iters'] == before.step // 2 and config['block_size'] == 16
+        assert config['batch_size'] * 2 == TINY['batch_size'] and config['learning_rate'] == before.state['config']['learning_rate']
+        assert rows[cell]['extension'].endswith('×2, tuned') and rows[cell]['val_loss'] != rows[cell.removesuffix('_tuned')]['val_loss']
+        assert checkpoint.load(place / f'out/study/runs/{cell}').state['origin']['step'] == before.step
+    names = [scheme['scheme'] for scheme in read(place)['schemes']]
+    assert names == ['learned', 'rope', 'learned + hold ×2', 'rope + yarn ×2', 'learned + hold ×2, tuned', 'rope + yarn ×2, tuned']
+    assert compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5').code == 0 and quick == cells  # once only
+    compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=1')
+    assert quick == cells + cells[-2:]                           # another share is another run
+    refused(compare(place, '--wpe=rope', '--tune=0.5'), 'tune=0.5', '--extend')
+    refused(compare(place, '--wpe=rope', '--extend=yarn', '--tune=2'), 'tune=2', '0 to 1')
+
+
+def test_a_sweep_gives_each_scheme_its_own_best_value(place, quick):
+    """Every scheme tries every value with seed 0; the seeds compared are others, trained with what was best."""
+    done = compare(place, '--wpe=learned,rope', '--seeds=2', '--sweep=learning_rate=1e-6,0.02,1e-5')
+    assert done.code == 0 and quick[:6] == [f'{wpe}_{value}_0' for wpe in ('learned', 'rope') for value in ('1e-6', '0.02', '1e-5')]
+    assert quick[6:] == ['learned_0.02_1', 'rope_0.02_1', 'learned_0.02_2', 'rope_0.02_2'] and 'warning' not in done.err
+    found = read(place)
+    assert found['sweep']['best'] == {'learned': '0.02', 'rope': '0.02'} and [row['seed'] for row in found['runs']] == [1, 1, 2, 2]
+    for wpe, losses in found['sweep']['losses'].items():
+        for value, loss in losses.items():
+            records = [json.loads(line) for line in (place / f'out/study/runs/{wpe}_{value}_0/metrics.jsonl').read_text().splitlines()]
+            assert loss == records[-1]['loss'] and records[-1]['event'] == 'final'
+    assert 'SWEEP OF LEARNING_RATE' in done.out and f'{found["sweep"]["losses"]["rope"]["0.02"]:.4f}*' in done.out
+    done = compare(place, '--wpe=learned,rope', '--seeds=2', '--sweep=learning_rate=1e-6,0.02')
+    assert done.code == 0 and len(quick) == 10                    # all there
+    assert 'warning: rope: learning_rate=0.02 is the best of the sweep and at its end' in done.err
+    with failing('rope_0.02_0'):
+        shutil.rmtree(place / 'out/study/runs/rope_0.02_0')
+        assert compare(place, '--wpe=rope', '--sweep=learning_rate=1e-6,0.02,1e-5').code == 0
+    assert read(place)['sweep']['losses']['rope']['0.02'] is None and quick[-1] == f'rope_{read(place)["sweep"]["best"]["rope"]}_1'
+    for text in ('learning_rate', 'learning_rate=', 'learning_rate=1', 'learning_rate=1,1', 'seed=1,2', 'wpe=rope,none'):
+        refused(compare(place, '--wpe=rope', f'--sweep={text}'), '--sweep', 'two or more values')
+
+
+def test_a_failed_tuning_is_shown_and_not_averaged(place, quick):
+    with failing('rope_1_yarn_16_tuned'):
+        done = compare(place, '--wpe=rope', '--extend=yarn', '--tune=0.5')
+    assert done.code == 0 and [row['name'] for row in read(place)['failed']] == ['rope_1_yarn_16_tuned']
+    assert [scheme['scheme'] for scheme in read(place)['schemes']] == ['rope', 'rope + yarn ×2']
+
+
 def test_stopped_and_run_again_gives_the_same_report(place, tmp_path_factory, quick):
     """Stopped in the middle of the first cell, in that of the third, and before the only extension."""
     straight = tmp_path_factory.mktemp('straight')

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import types
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from hypothesis import given, strategies as st
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train as script
-from nanope import checkpoint, device, metrics, plots
+from model import GPT, GPTConfig
+from nanope import checkpoint, device, loader, metrics, plots
 from runs import flags, fork_train, losses, start, train, wait, weights
 
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none')
@@ -144,6 +146,14 @@ def test_accumulation_is_one_large_batch(place, straight):
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize('micro_batch', [1, 2, 3, 8])
+def test_micro_batches_of_any_size(place, straight, micro_batch):
+    """8 rows in pieces of 3, 3 and 2 are still the mean over 8."""
+    assert train(place, batch_size=4, gradient_accumulation_steps=2, micro_batch=micro_batch).code == 0
+    for here, there in zip(records(place, 'train'), records(straight(batch_size=8), 'train')):
+        assert here['loss'] == pytest.approx(there['loss'], abs=1e-5) and here['grad_norm'] == pytest.approx(there['grad_norm'], abs=1e-4)
+
+
 def test_micro_batches_split_the_batch(place, monkeypatch):
     """However the rows are split, the model sees the same ones in the same order, and no other ones."""
     seen = {}
@@ -232,6 +242,43 @@ def test_resume_is_never_having_stopped(place, straight, wpe):
     assert train(place, wpe=wpe, **HARD, init_from='resume').code == 0
     reference = straight(wpe=wpe, **HARD)
     assert losses(place) == losses(reference) and weights(place, 6) == weights(reference, 6)
+
+
+@pytest.mark.parametrize('settings', [{}, dict(train_only='wpe')], ids=str)
+def test_resume_with_muon(place, straight, settings):
+    """Two optimizers, each with a state of its own; a stop before the first update leaves neither with any."""
+    settings = dict(HARD, optimizer='muon', **settings)
+    if 'train_only' in settings:                                  # nothing is left for Muon
+        assert train(place, out_dir='out/b').code == 0
+        settings['init_from'] = 'out/b'
+    reference = {}
+    for stops in ([], [3], [1, 4]):
+        for number, stop in enumerate(stops + [6]):
+            more = dict(init_from='resume') if number else {}
+            done = train(place, **{**settings, 'out_dir': 'out/a', 'max_iters': stop, 'overwrite': not number, **more})
+            assert done.code == 0, done.text
+            scramble()
+        reference = reference or weights(place, 6)
+        assert weights(place, 6) == reference
+
+
+def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(place):
+    """One update at a time: what each optimizer alone makes of the same gradients, by torch's own classes."""
+    assert train(place, max_iters=1, eval_interval=1, optimizer='muon', muon_lr=0.05, warmup_iters=0).code == 0
+    config = types.SimpleNamespace(**json.loads((place / 'out/a/config.json').read_text()))
+    model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed)
+    x, y = loader.Data(place / 'data/tiny').train.batch(config.seed, 0, config.batch_size, config.block_size)
+    model(x, y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    matrices = {name: p for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2}
+    assert len(matrices) == 4 * config.n_layer and not any('wpe' in name or 'wte' in name for name in matrices)
+    torch.optim.Muon(list(matrices.values()), lr=0.05, weight_decay=0.01, momentum=0.95).step()
+    groups = model.optimizer_groups(config.weight_decay)
+    for group in groups:
+        group['params'] = [p for p in group['params'] if all(p is not matrix for matrix in matrices.values())]
+    torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True).step()
+    trained = checkpoint.load(place / 'out/a', 1).tensors('model')
+    assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize('wpe', (*SCHEMES, 'alibi'))
@@ -595,6 +642,28 @@ def test_not_finite_stops_before_the_update(place, monkeypatch, poison, value, s
         assert train(place, gradient_accumulation_steps=4, batch_size=1, init_from='resume').code == 0
 
 
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def test_running_ahead_of_the_device(place, straight, monkeypatch, optimizer, value):
+    """Where updates are queued and asked about later, as on CUDA: the same records and bits; and one that is not finite is found, left
+    out, and not saved, though others came after it."""
+    settings = dict(optimizer=optimizer, max_iters=9, log_interval=4, eval_interval=6, lr_decay_iters=12, checkpoint_interval=3)
+    reference = straight(**settings)
+    monkeypatch.setattr(device, 'runs_ahead', lambda name: True)
+    assert train(place, **settings).code == 0
+    told = [[(r['event'], r['step'], r['loss']) for r in records(each, 'train', 'eval', 'final')] for each in (place, reference)]
+    assert told[0] == told[1] and weights(place, 9) == weights(reference, 9)
+    shutil.rmtree(place / 'out')
+    made = at_update(monkeypatch, 3, lambda model: poison_once(model, value))
+    done = train(place, **settings)
+    assert done.code == 65 and json.loads((place / 'out/a/crash.json').read_text())['step'] == 3 and made[-1] > 3
+    assert checkpoint.steps(place / 'out/a') == [3] and 'The last checkpoint is step 3' in done.text
+
+
+def poison_once(model, value):
+    hook = model.register_forward_hook(lambda module, args, loss: (hook.remove(), loss * value)[1])
+
+
 @pytest.mark.parametrize('settings', [{}, dict(eval_interval=100, checkpoint_interval=4), dict(checkpoint_interval=100)], ids=str)
 @pytest.mark.parametrize('stop', [False, True])
 def test_weights_that_are_not_finite_are_not_saved(place, monkeypatch, settings, stop):
@@ -625,7 +694,9 @@ def test_spike_is_no_crash(place, monkeypatch):
 # ---- settings and machine -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(max_iters=0), 'max_iters=0 must be at least 1'), (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
+    (dict(max_iters=0), 'max_iters=0 must be at least 1'), (dict(micro_batch=0), 'micro_batch=0 must be at least 1'),
+    (dict(micro_batch='some'), 'micro_batch'), (dict(optimizer='sgd'), 'optimizer'),
+    (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
     (dict(beta2=1), 'beta2=1.0 must be at least 0 and below 1'), (dict(learning_rate=-1), 'learning_rate=-1.0 must not be negative'),
     (dict(seed=-1), 'seed=-1 must not be negative'), (dict(seed=2**32), 'seed=4294967296 must be below 2**32'),
     (dict(wpe='rotary'), 'wpe must be'), (dict(n_heads=2), 'did you mean n_head'),
@@ -667,7 +738,7 @@ def test_compiler_that_fails(place, straight, monkeypatch, error, when):
     def fail(*args, **kwargs):
         raise error
     monkeypatch.setattr(torch, 'compile', lambda model, **_: fail if when == 'when called' else fail())
-    monkeypatch.setattr(device, 'resolve_compile', lambda compile, device: (True, 'so that auto tries'))
+    monkeypatch.setattr(device, 'resolve_compile', lambda *args: (True, 'so that auto tries'))
     done = train(place)
     assert done.code == 0 and done.text.count('warning: torch.compile failed') == 1 and 'compile: False' in done.text
     assert losses(place) == losses(straight())
@@ -684,6 +755,8 @@ def test_compiled_trains_alike(place):
     for ours, theirs in zip(losses(place).values(), losses(place, 'out/b').values(), strict=True):
         assert float.fromhex(ours) == pytest.approx(float.fromhex(theirs), abs=1e-4)
     done = train(place, init_from='resume', max_iters=7)
+    assert done.code == 0 and 'compile: True' in done.text and 'warning' not in done.text  # auto goes on as it was
+    done = train(place, init_from='resume', max_iters=8, compile='false')
     assert done.code == 0 and 'warning: compile was True, now False' in done.text
 
 

@@ -1,0 +1,24 @@
+# A good character model as fast as a small machine can: two wide layers, RoPE, Muon. For CPUs that multiply bfloat16 matrices in hardware;
+# on others Muon is slow, and --optimizer=adamw --learning_rate=4e-3 --max_iters=500 faster.
+dataset = 'shakespeare'
+out_dir = 'out/shakespeare_fast'
+wpe = 'rope'
+
+block_size = 64
+n_layer = 2
+n_head = 3
+n_embd = 192
+bias = False
+
+batch_size = 24
+max_iters = 250
+optimizer = 'muon'
+muon_lr = 0.03
+learning_rate = 8e-3
+min_lr = 8e-5
+warmup_iters = 20
+weight_decay = 0.0
+beta2 = 0.99
+
+eval_interval = 250
+eval_tokens = 8192

@@ -1,0 +1,51 @@
+"""AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
+import torch
+
+from nanope import parallel
+
+MATRICES = 'c_attn.weight', 'c_fc.weight', 'c_proj.weight'  # of a block; wte and wpe are matrices too, but tables to look things up in
+
+
+def build(config, model, device):
+    """[optimizer, ...] for the parameters of model that are to be trained.
+
+    A group's 'ratio' is its learning rate as a share of config.learning_rate: both follow one schedule. Muon (Jordan et al. 2024) makes
+    each update nearly orthogonal by Newton-Schulz steps in bfloat16, and scales it by sqrt(max(1, rows/columns)) (torch's 'original')."""
+    groups, optimizers = model.optimizer_groups(config.weight_decay), []
+    if config.optimizer == 'muon':
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        matrices = [p for name, p in named if name.startswith('transformer.h.') and name.endswith(MATRICES)]
+        taken = set(matrices)
+        groups = [{**group, 'params': [p for p in group['params'] if p not in taken]} for group in groups]
+        assert len(matrices) + sum(len(group['params']) for group in groups) == len(named), 'a parameter is in no group or in two'
+        if matrices:
+            ratio = config.muon_lr / config.learning_rate if config.learning_rate else 0.0
+            optimizers.append(torch.optim.Muon([{'params': matrices, 'ratio': ratio}], weight_decay=config.muon_weight_decay,
+                                               momentum=config.muon_momentum))
+    fused = torch.device(device).type in ('cuda', 'cpu')
+    groups = [{**group, 'ratio': 1.0} for group in groups if group['params']]
+    optimizers.append(torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=fused))
+    return optimizers
+
+
+def parameters(optimizers):
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group['params']]
+
+
+def set_learning_rate(optimizers, lr):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group['lr'] = lr * group['ratio']
+
+
+def step(optimizers, finite):
+    """Update the parameters if `finite` (bool tensor, on their device) says so, else leave them as they are.
+
+    Fused AdamW looks at it on the device, so that the CPU need not wait for the GPU; others have to ask."""
+    sharded = any(map(parallel.is_sharded, parameters(optimizers)))
+    for optimizer in optimizers:
+        if optimizer.defaults.get('fused') and not sharded:
+            optimizer.found_inf = (~finite).float()               # what a GradScaler would tell it
+            optimizer.step()
+        elif finite.item():
+            optimizer.step()

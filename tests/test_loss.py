@@ -1,0 +1,175 @@
+"""The loss in pieces is the loss; attention in bfloat16 is attention; compiled and fixed shapes change nothing but rounding."""
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig, KVCache, short_attention
+from nanope import device, loss, optim
+from small import SCHEMES, build, close, tokens
+
+
+def gradients(model, value):
+    model.zero_grad()
+    value.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('wpe', (*SCHEMES, 'alibi'))
+@pytest.mark.parametrize('left_out', [0, 20, 63])
+def test_the_loss_in_pieces_and_its_gradients(wpe, left_out, monkeypatch):
+    """Pieces that do not divide the batch, targets left out, rows that pad the vocabulary, a tied table: all as the model itself."""
+    monkeypatch.setattr(loss, 'CHUNK', 7)
+    model, x, y = build(wpe, vocab_multiple=64), tokens(2, 32), tokens(2, 32, seed=3)
+    y.view(-1)[:left_out] = -1
+    whole, pieces = model(x, y), loss.head_loss(model, model.hidden, x, y)
+    close(pieces, whole)
+    expected, found = gradients(model, whole), gradients(model, pieces * 3)
+    assert expected.keys() == found.keys() and found['transformer.wte.weight'][101:].abs().max() == 0
+    for name, gradient in expected.items():
+        close(found[name], 3 * gradient)
+
+
+def test_in_bfloat16_it_stays_near_float64(monkeypatch):
+    """Under autocast both ways err alike against float64; that of float32 gradients of a bfloat16 product is the dtype's own, 2**-8."""
+    monkeypatch.setattr(loss, 'CHUNK', 16)
+    model, x, y = build('rope'), tokens(4, 32), tokens(4, 32, seed=3)
+    exact = gradients(double := build('rope').double(), double(x, y))
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        found = gradients(model, loss.head_loss(model, model.hidden, x, y))
+        plain = gradients(model, model(x, y))
+    for name, gradient in exact.items():
+        errors = [(each[name].double() - gradient).norm() / gradient.norm() for each in (found, plain)]
+        assert errors[0] < 1.5 * errors[1] + 2 ** -8, (name, errors)
+
+
+def test_large_vocabularies_on_a_cpu_go_in_pieces():
+    config = GPTConfig(block_size=1024, n_layer=1, n_head=1, n_embd=8)
+    model = GPT(config)
+    assert loss.in_pieces(model, 1, 'cpu') and not loss.in_pieces(model, 1, 'cuda')
+    assert not loss.in_pieces(GPT(GPTConfig(vocab_size=65, block_size=256, n_layer=1, n_head=1, n_embd=8)), 64, 'cpu')
+    x = torch.randint(50257, (1, 1024))
+    close(loss.loss_function(model, False, 1, 'cpu')(x, x), model(x, x))
+    assert loss.loss_function(model, False, 1, 'cuda') is model
+
+
+def test_losses_by_token_do_not_depend_on_the_pieces():
+    model, x, y = build('learned', block_size=256, n_layer=1), tokens(9, 256), tokens(9, 256, seed=3)
+    logits = model(x)
+    close(model(x, y, reduction='none'), F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').view(9, 256))
+
+
+@pytest.mark.parametrize('T', [5, 17, 512])
+def test_short_attention_is_causal_attention(T):
+    q, k, v = (torch.randn(2, 3, T, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(3))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    close(short_attention(q, k, v, 0.0), exact.float(), atol=1e-5)
+    found = short_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.0)
+    assert found.dtype == torch.bfloat16 and (found.double() - exact).norm() / exact.norm() < 0.02
+    later = k.detach().clone()
+    later[:, :, T // 2 + 1:] += 5
+    assert torch.equal(short_attention(q, later, v, 0.0)[:, :, :T // 2], short_attention(q, k, v, 0.0)[:, :, :T // 2])
+    kept = short_attention(q, k, torch.ones_like(v), 0.5)
+    assert (kept == 0).any() and not (short_attention(q, k, torch.ones_like(v), 0.0) == 0).any()  # dropout acts
+
+
+def curve(wpe, dtype, seed):
+    """200 updates on walks through a random graph: the losses."""
+    model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=1, n_head=2, n_embd=16, wpe=wpe), seed)
+    optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=0.01, fused=True)
+    rng, losses = np.random.default_rng(1), []
+    graph = rng.integers(0, 11, (11, 3))                          # three ways on from each place
+    for step in range(200):
+        rows = [rng.integers(0, 11, 8)]
+        for way in rng.integers(0, 3, (16, 8)):
+            rows.append(graph[rows[-1], way])
+        rows = torch.from_numpy(np.stack(rows, axis=1))           # (8, 17)
+        with device.autocast('cpu', dtype)():
+            value = model(rows[:, :-1], rows[:, 1:])
+        value.backward()
+        optimizer.step(), optimizer.zero_grad()
+        losses.append(value.item())
+    return np.array(losses)
+
+
+@pytest.mark.parametrize('wpe', ['rope', *(pytest.param(wpe, marks=pytest.mark.slow) for wpe in SCHEMES if wpe != 'rope')])
+def test_200_updates_in_bfloat16_follow_float32(wpe):
+    """The same batches and first weights in both formats: closer than two seeds in one format."""
+    one, low, other = curve(wpe, 'float32', 1), curve(wpe, 'bfloat16', 1), curve(wpe, 'float32', 2)
+    assert one[0] - one[-10:].mean() > 1
+    assert abs(low - one).mean() < abs(other - one).mean() and abs(low[-50:].mean() - one[-50:].mean()) < 0.01
+
+
+# ---- one-token steps of fixed shapes -----------------------------------------------------------------------------------------------
+
+def greedy(model, idx, n, **settings):
+    return torch.cat(list(model.generate(idx, n, temperature=0, **settings)), dim=1)
+
+
+@pytest.mark.parametrize('wpe', (*SCHEMES, 'alibi'))
+def test_steps_of_fixed_shapes(wpe):
+    """Whether slots are empty, filled or overwritten: the same logits as without, and few shapes."""
+    model, shapes = build(wpe, block_size=160, n_layer=2), set()
+
+    def step(idx, wpe, rope, mask, cache):
+        shapes.add((tuple(idx.shape), tuple(mask.shape), cache.look))
+        return model.step(idx, wpe, rope, mask, cache)
+    for n, looks in ((40, {128}), (90, {128}), (200, {128, 160})):
+        assert torch.equal(greedy(model, tokens(3, 20), n, step=step), greedy(model, tokens(3, 20), n))
+        assert {look for *_, look in shapes} == looks and len(shapes) == len(looks)
+
+
+@torch.no_grad()
+def test_slots_are_looked_at_in_steps():
+    """As on CUDA: a multiple of 8, of which the empty ones are masked."""
+    model, idx, looks = build('rope'), tokens(2, 32), []
+
+    def step(*args):
+        looks.append(args[-1].look)
+        return model.step(*args)
+    cache = KVCache(3, 32, fixed=8)
+    logits = [model(idx[:, :5], cache=cache)] + [model(idx[:, t:t + 1], cache=cache, step=step) for t in range(5, 32)]
+    close(torch.cat(logits, dim=1), model(idx))
+    assert looks == [8] * 3 + [16] * 8 + [24] * 8 + [32] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('wpe', ['learned', 'rope', 'alibi'])
+def test_compiled_steps(wpe):
+    """torch.compile for real: the greedy text is that of eager mode, with one graph for each number of slots looked at."""
+    torch._dynamo.reset()
+    model = build(wpe, block_size=160, n_layer=2)
+    compiled = device.compile_step(model, 'cpu')
+    assert torch.equal(greedy(model, tokens(1, 20), 150, step=compiled), greedy(model, tokens(1, 20), 150))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(greedy(model, tokens(1, 5, 9), 140, step=compiled), greedy(model, tokens(1, 5, 9), 140))
+
+
+# ---- optimizers, when to compile ---------------------------------------------------------------------------------------------------
+
+def test_an_update_that_is_not_finite_is_left_out():
+    for name in ('adamw', 'muon'):
+        model = build('learned')
+        config = type('Config', (), dict(optimizer=name, weight_decay=0.1, beta1=0.9, beta2=0.95, learning_rate=0.1, muon_lr=0.1,
+                                         muon_momentum=0.9, muon_weight_decay=0.1))
+        optimizers = optim.build(config, model, 'cpu')
+        before = [p.clone() for p in model.parameters()]
+        for finite in (False, True):
+            model(tokens(2, 8), tokens(2, 8)).backward()
+            optim.set_learning_rate(optimizers, 0.1)
+            optim.step(optimizers, torch.tensor(finite))
+            assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before)) is not finite
+            assert all((p != old).any() for p, old in zip(model.parameters(), before)) is finite
+
+
+def test_when_compiling_pays(monkeypatch):
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
+    model = build('learned')
+    seconds = device.expected_seconds(model, 10 ** 6, 'float32')
+    assert seconds == pytest.approx(10 ** 6 * model.flops_per_token() / 6e10) and math.isclose(
+        device.expected_seconds(model, 2 * 10 ** 6, 'float32'), 2 * seconds)
+    assert device.resolve_compile('auto', 'cpu', 299)[0] is False and device.resolve_compile('auto', 'cuda', 1)[0] is True
+    assert device.resolve_compile('auto', 'cpu', 3000) == (True, 'the run is expected to take 50 minutes without')
+    assert device.resolve_compile(False, 'cuda', 3000) == (False, 'as asked')
