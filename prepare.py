@@ -11,7 +11,6 @@ Writes data/NAME/{train,val}.bin and meta.json, for: python train.py --dataset=N
 import hashlib
 import os
 import re
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from nanope.configurator import configure, run
 from nanope.tokenizer import SEPARATOR, CharTokenizer, GPT2Tokenizer
 
 PLAYS = Path(__file__).parent / 'data' / 'shakespeare' / 'plays'
-HUB_RATIO = 1 / 4.43  # GPT-2's tokens a character of English from the web
 SMALL = 20_000_000  # characters: with more text, a model has more from GPT-2's tokens, of about 4 characters each
 
 
@@ -83,7 +81,7 @@ def main():
     if not hub and not documents:
         raise ValueError(f'{source} has no text')
     tokenizer = choose_tokenizer(config, characters, alphabet)
-    expected = print_need(config, files, hub, documents, characters, tokenizer)
+    expected = corpus.print_need(config, files, hub, documents, characters, tokenizer)
     split, sentence = choose_split(config, fraction, documents, characters)
 
     folder = os.path.join('data', name)
@@ -160,23 +158,6 @@ def write(config, folder, files, tokenizer, split, expected):
             writer.discard(folder)
         raise
     return progress
-
-
-def print_need(config, files, hub, documents, characters, tokenizer):
-    """Says how much disk a large set needs, before it is read; returns about how many characters it has, for the progress bar."""
-    rows, size = documents, characters
-    if characters is None:
-        rows, size = (hub.documents, hub.characters) if hub and not config.input else corpus.measure(files, config.text_column)
-        share = min(1, (config.max_documents or rows) / rows) if rows else 1
-        rows, size = (rows or 0) * share, size * share
-    tokens = size if tokenizer.kind == 'char' else size * HUB_RATIO
-    need, free = tokens * tokenizer.dtype.itemsize, shutil.disk_usage('data' if os.path.isdir('data') else '.').free
-    if need > 5e7:
-        print(f'about {f"{rows:,.0f} documents, " if rows else ""}{tokens:,.0f} tokens: they need {need / 1e9:.1f} GB of disk '
-              f'({free / 1e9:.1f} GB free)' + ('; stopped, it goes on if run again' if files[0].endswith('.parquet') else ''))
-    if need > free:
-        print(f'warning: {free / 1e9:.1f} GB of disk are free, which may not do: use --max_documents, or make room', file=sys.stderr)
-    return size
 
 
 def print_summary(name, folder, meta, progress):

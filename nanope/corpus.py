@@ -1,6 +1,9 @@
 """Where text comes from: .txt, .jsonl and .parquet files, here or on the Hugging Face hub, as batches of documents."""
 import hashlib
 import json
+import os
+import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -14,6 +17,8 @@ HUB = {
     'fineweb_edu': HubSet('HuggingFaceFW/fineweb-edu', '/sample/10BT/*.parquet',
                           documents=9_672_101, characters=47e9, tokens=10e9),
 }
+
+HUB_RATIO = 1 / 4.43  # GPT-2's tokens a character of English from the web
 
 # texts: [str, ...], none empty; empty: how many documents were left out because they are; place: where to go on after
 # this batch, for open_batches(), or None where the source cannot tell.
@@ -100,7 +105,7 @@ def read_text(files, column, place):
             raise ValueError(f'{file}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8 text') from None
         if '\0' in text:
             raise ValueError(f'{file}: byte {data.index(0)} (0x00) is not text')
-        yield text.replace('\r\n', '\n'), nowhere
+        yield text.replace('\r\n', '\n'), lambda: None
 
 
 def read_jsonl(files, column, place):
@@ -117,7 +122,7 @@ def read_jsonl(files, column, place):
                 fields = list(record) if isinstance(record, dict) else []
                 if column not in fields or not isinstance(record[column], str):
                     raise ValueError(f'{file}:{number}: no text in {column!r}; fields: {fields} (see --text_column)')
-                yield record[column].encode('utf-8', 'replace').decode(), nowhere  # half a surrogate pair is no text
+                yield record[column].encode('utf-8', 'replace').decode(), lambda: None  # half a surrogate pair is no text
 
 
 def read_parquet(files, column, place):
@@ -157,6 +162,23 @@ def measure(files, column):
     return rows, size
 
 
+def print_need(config, files, hub, documents, characters, tokenizer):
+    """Says how much disk a large set needs, before it is read; returns about how many characters it has, for the progress bar."""
+    rows, size = documents, characters
+    if characters is None:
+        rows, size = (hub.documents, hub.characters) if hub and not config.input else measure(files, config.text_column)
+        share = min(1, (config.max_documents or rows) / rows) if rows else 1
+        rows, size = (rows or 0) * share, size * share
+    tokens = size if tokenizer.kind == 'char' else size * HUB_RATIO
+    need, free = tokens * tokenizer.dtype.itemsize, shutil.disk_usage('data' if os.path.isdir('data') else '.').free
+    if need > 5e7:
+        print(f'about {f"{rows:,.0f} documents, " if rows else ""}{tokens:,.0f} tokens: they need {need / 1e9:.1f} GB of disk '
+              f'({free / 1e9:.1f} GB free)' + ('; stopped, it goes on if run again' if files[0].endswith('.parquet') else ''))
+    if need > free:
+        print(f'warning: {free / 1e9:.1f} GB of disk are free, which may not do: use --max_documents, or make room', file=sys.stderr)
+    return size
+
+
 def check_parquet(file, column):
     """ValueError that names the file and what is wrong; `datasets` does not name it."""
     import pyarrow.parquet
@@ -167,10 +189,6 @@ def check_parquet(file, column):
     if column not in schema.names or str(schema.field(column).type) not in ('string', 'large_string', 'string_view'):
         fields = {name: str(schema.field(name).type) for name in schema.names}
         raise ValueError(f'{file}: no column {column!r} of strings; columns: {fields} (see --text_column)')
-
-
-def nowhere():
-    return None
 
 
 def brief(error):

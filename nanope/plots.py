@@ -190,9 +190,8 @@ def main():
     path = ([arg[5:] for arg in sys.argv[1:] if arg not in runs] or ['loss.png'])[-1]
     if {'-h', '--help'} & set(runs):
         return print('usage: python -m nanope.plots out/a out/b ... [--to=loss.png]')
-    for each in runs or ['']:
-        if not os.path.isfile(os.path.join(each, 'metrics.jsonl')):
-            raise ValueError(f'{each or "no folder"} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...')
+    for each in [run for run in runs or [''] if not os.path.isfile(os.path.join(run, 'metrics.jsonl'))]:
+        raise ValueError(f'{each or "no folder"} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...')
     loss_curves(runs, path)
     print(f'wrote {path}: loss while training of {", ".join(metrics.run_names(runs))}')
 

@@ -559,9 +559,9 @@ def test_disk_need_is_said_beforehand(here, capsys, monkeypatch):
     rows, size = corpus.measure(sorted(map(str, Path('fw').glob('*'))), 'text')
     n_bytes = sum(len(each.encode()) for each in documents)
     assert rows == 204 and n_bytes < size < 1.1 * n_bytes + 10_000
-    small = prepare.shutil.disk_usage('.')._replace(free=1000)
-    monkeypatch.setattr(prepare.shutil, 'disk_usage', lambda path: small)
-    monkeypatch.setattr(prepare, 'HUB_RATIO', 1e4)                # as if it were a large set
+    small = corpus.shutil.disk_usage('.')._replace(free=1000)
+    monkeypatch.setattr(corpus.shutil, 'disk_usage', lambda path: small)
+    monkeypatch.setattr(corpus, 'HUB_RATIO', 1e4)                # as if it were a large set
     code, out, err = call(capsys, 'fineweb_edu', '--input=fw', '--val_fraction=0.02', '--workers=0')
     assert code == 0 and re.search(r'about 204 documents, [\d,]+ tokens: they need \d+\.\d GB of disk \(0\.0 GB free\)', out), out
     assert err.startswith('warning: 0.0 GB of disk are free, which may not do')
