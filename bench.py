@@ -175,7 +175,12 @@ class Bench:
             works['rope'] = ours('rope', 1)
         if self.peer:
             model = measure.peer_model(self.peer, 'gpt2').to(self.device).eval()
-            works['nanoGPT'] = lambda: model.generate(prompt, n, 0.8, 200).cpu()
+            autocast = device.autocast(self.device, dtype if self.cuda else 'float32')  # as its sample.py does
+
+            def peer():
+                with autocast():
+                    return model.generate(prompt, n, 0.8, 200).cpu()
+            works['nanoGPT'] = peer
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
             hf = GPT2LMHeadModel(GPT2Config()).to(self.device).eval()

@@ -392,16 +392,13 @@ class GPT(nn.Module):
     def logits(self, x):
         return self.lm_head(x)[..., :self.config.vocab_size]      # rows that pad the vocabulary take no part
 
-    def step(self, idx, wpe, rope, mask, cache):
-        """Logits (B, 1, V) of one more token each; what a cached step leaves to the compiler."""
-        return self.logits(self.hidden(idx, wpe, rope, mask, cache))
-
     def forward(self, idx, targets=None, *, start=0, cache=None, last_only=False, reduction='mean', step=None):
         """Logits of token ids idx (B, T), or their loss against targets (B, T).
 
         start: position of the first token (with a cache: where the cache stands). last_only: logits of the last token alone.
-        step: self.step, compiled, for a single token after what is in the cache. Returns logits (B, T or 1, V); with targets the
-        cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or 'none' (B, T). Raises ValueError as positions() does."""
+        step: logits(hidden(...)) as one function, compiled, for a token after those in the cache. Returns logits (B, T or 1, V); with
+        targets the cross-entropy in nats, reduction 'mean' (scalar, targets of -1 left out) or 'none' (B, T). Raises ValueError as
+        positions() does."""
         B, T = idx.size()
         wpe, rope, mask = self.positions(start if cache is None else cache.position, T, cache)
         x = (step or self.hidden)(idx, wpe, rope, mask, cache)
@@ -421,7 +418,7 @@ class GPT(nn.Module):
         Past block_size the window slides. 'learned' and 'sinusoidal' re-encode the last block_size tokens at every step, as positions
         shift under them; so does rope under dynamic scaling past rope_trained, as all angles change. The others go on with the cache:
         positions keep growing, the oldest key is dropped, and what the kept keys of layers above the first once saw of dropped tokens
-        stays in them. Without use_cache every scheme re-encodes. step: self.step, compiled, for the tokens after the first."""
+        stays in them. Without use_cache every scheme re-encodes. step: as forward() takes it, for the tokens after the first."""
         if idx.size(1) == 0:
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training

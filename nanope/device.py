@@ -122,11 +122,11 @@ def compile_model(model, compile, rows, device, autocast, seconds):
 
 
 def compile_step(model, device):
-    """model.step, compiled, as generate() takes it. Nothing is tried here: an error comes with the second token.
+    """What a cached step computes, compiled, as generate() takes it. Nothing is tried here: an error comes with the second token.
 
     CPU: weights are frozen into the graph in the layout that its matrix products like best. CUDA: the step is recorded and replayed."""
     options = {'freezing': True} if torch.device(device).type == 'cpu' else {'triton.cudagraphs': True, 'coordinate_descent_tuning': True}
-    return torch.compile(model.step, dynamic=False, options=options)
+    return torch.compile(lambda *args: model.logits(model.hidden(*args)), dynamic=False, options=options)
 
 
 def for_sampling():

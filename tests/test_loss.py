@@ -115,7 +115,7 @@ def test_steps_of_fixed_shapes(wpe):
 
     def step(idx, wpe, rope, mask, cache):
         shapes.add((tuple(idx.shape), tuple(mask.shape), cache.look))
-        return model.step(idx, wpe, rope, mask, cache)
+        return model.logits(model.hidden(idx, wpe, rope, mask, cache))
     for n, looks in ((40, {128}), (90, {128}), (200, {128, 160})):
         assert torch.equal(greedy(model, tokens(3, 20), n, step=step), greedy(model, tokens(3, 20), n))
         assert {look for *_, look in shapes} == looks and len(shapes) == len(looks)
@@ -128,7 +128,7 @@ def test_slots_are_looked_at_in_steps():
 
     def step(*args):
         looks.append(args[-1].look)
-        return model.step(*args)
+        return model.logits(model.hidden(*args))
     cache = KVCache(3, 32, fixed=8)
     logits = [model(idx[:, :5], cache=cache)] + [model(idx[:, t:t + 1], cache=cache, step=step) for t in range(5, 32)]
     close(torch.cat(logits, dim=1), model(idx))
