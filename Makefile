@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(PY) compare.py $(SCHEMES:%=out/demo_%) --to=out/demo --eval_tokens=131072 --context_tokens=4096 --trials=0
 
 test: $(VENV)/installed-dev
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist=loadfile
 
 test-slow: $(VENV)/installed-dev
 	$(PY) -m pytest -q -m 'slow and not gpu'
