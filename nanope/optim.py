@@ -1,7 +1,10 @@
 """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
+import math
+
 import torch
 
 from nanope import parallel
+from nanope.device import cpu_has_bf16
 
 MATRICES = 'c_attn.weight', 'c_fc.weight', 'c_proj.weight'  # of a block; wte and wpe are matrices too, but tables to look things up in
 
@@ -10,7 +13,7 @@ def build(config, model, device):
     """[optimizer, ...] for the parameters of model that are to be trained.
 
     A group's 'ratio' is its learning rate as a share of config.learning_rate: both follow one schedule. Muon (Jordan et al. 2024) makes
-    each update nearly orthogonal by Newton-Schulz steps in bfloat16, and scales it by sqrt(max(1, rows/columns)) (torch's 'original')."""
+    each update nearly orthogonal by Newton-Schulz steps, and scales it by sqrt(max(1, rows/columns)) (torch's 'original')."""
     groups, optimizers = model.optimizer_groups(config.weight_decay), []
     if config.optimizer == 'muon':
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -20,12 +23,41 @@ def build(config, model, device):
         assert len(matrices) + sum(len(group['params']) for group in groups) == len(named), 'a parameter is in no group or in two'
         if matrices:
             ratio = config.muon_lr / config.learning_rate if config.learning_rate else 0.0
-            optimizers.append(torch.optim.Muon([{'params': matrices, 'ratio': ratio}], weight_decay=config.muon_weight_decay,
-                                               momentum=config.muon_momentum))
+            muon = Float32Muon if torch.device(device).type == 'cpu' and not cpu_has_bf16() else torch.optim.Muon
+            optimizers.append(muon([{'params': matrices, 'ratio': ratio}], weight_decay=config.muon_weight_decay,
+                                   momentum=config.muon_momentum))
     fused = torch.device(device).type in ('cuda', 'cpu')
     groups = [{**group, 'ratio': 1.0} for group in groups if group['params']]
     optimizers.append(torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=fused))
     return optimizers
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon with its Newton-Schulz steps in float32: a CPU that has no bfloat16 products takes fifty times as long for those."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group['params']:
+                state = self.state[p]
+                if not state:
+                    state['momentum_buffer'] = torch.zeros_like(p)
+                momentum = state['momentum_buffer'].lerp_(p.grad, 1 - group['momentum'])
+                x = p.grad.lerp(momentum, group['momentum']) if group['nesterov'] else momentum
+                x = newton_schulz(x, group['ns_coefficients'], group['ns_steps'], group['eps'])
+                p.mul_(1 - group['lr'] * group['weight_decay'])
+                p.add_(x, alpha=-group['lr'] * math.sqrt(max(1, p.size(0) / p.size(1))))
+
+
+def newton_schulz(x, coefficients, steps, eps):
+    """A matrix with the singular vectors of x (rows, columns) and all singular values near 1, by a polynomial of odd powers."""
+    a, b, c = coefficients
+    wide = x if x.size(0) <= x.size(1) else x.T
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        square = wide @ wide.T
+        wide = a * wide + (b * square + c * square @ square) @ wide
+    return wide if x.size(0) <= x.size(1) else wide.T
 
 
 def parameters(optimizers):

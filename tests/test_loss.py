@@ -164,6 +164,23 @@ def test_an_update_that_is_not_finite_is_left_out():
             assert all((p != old).any() for p, old in zip(model.parameters(), before)) is finite
 
 
+@pytest.mark.parametrize('rows, columns', [(16, 16), (48, 16), (16, 64)])
+def test_muon_in_float32_is_torchs(rows, columns):
+    """Three updates: torch's own, up to its bfloat16; and Newton-Schulz brings all singular values near 1."""
+    weights = [torch.nn.Parameter(torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))) for _ in range(2)]
+    settings = dict(lr=0.1, weight_decay=0.1, momentum=0.9)
+    optimizers = [kind([weight], **settings) for kind, weight in zip((torch.optim.Muon, optim.Float32Muon), weights)]
+    for step in range(3):
+        before = weights[0].detach().clone()
+        for optimizer, weight in zip(optimizers, weights):
+            weight.grad = torch.randn(rows, columns, generator=torch.Generator().manual_seed(step + 2))
+            optimizer.step()
+        assert (weights[0] - weights[1]).norm() < 0.03 * (step + 1) * (weights[0] - before).norm()
+        assert torch.equal(*(optimizer.state[weight]['momentum_buffer'] for optimizer, weight in zip(optimizers, weights)))
+    values = torch.linalg.svdvals(optim.newton_schulz(weights[0].detach(), (3.4445, -4.775, 2.0315), 5, 1e-7))
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
 def test_when_compiling_pays(monkeypatch):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
     model = build('learned')

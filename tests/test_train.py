@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train as script
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, loader, metrics, plots
+from nanope import checkpoint, device, loader, metrics, optim, plots
 from runs import flags, fork_train, losses, start, train, wait, weights
 
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none')
@@ -272,7 +272,8 @@ def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(place):
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     matrices = {name: p for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2}
     assert len(matrices) == 4 * config.n_layer and not any('wpe' in name or 'wte' in name for name in matrices)
-    torch.optim.Muon(list(matrices.values()), lr=0.05, weight_decay=0.01, momentum=0.95).step()
+    kind = torch.optim.Muon if device.cpu_has_bf16() else optim.Float32Muon
+    kind(list(matrices.values()), lr=0.05, weight_decay=0.01, momentum=0.95).step()
     groups = model.optimizer_groups(config.weight_decay)
     for group in groups:
         group['params'] = [p for p in group['params'] if all(p is not matrix for matrix in matrices.values())]
