@@ -231,7 +231,7 @@ class Bench:
               f'{size / 1e6 / theirs:.1f}; {spread(ratio)} times tiktoken', flush=True)
 
     def memory(self):
-        """The most that three updates of GPT-2 124M take, 4 rows of 1,024 tokens, each in a process of its own."""
+        """The most that two updates of GPT-2 124M take, 4 rows of 1,024 tokens, each in a process of its own."""
         table = [['', 'GB', 'of nanoGPT']]
         works = ([('nanoGPT', self.config.peer, None)] if self.peer else []) + [(wpe, None, wpe) for wpe in self.schemes]
         peaks = {}

@@ -176,12 +176,12 @@ def peer_step(peer, shape, rows, device_name, block_size=None):
 
 
 def peak_memory(folder, shape, rows, wpe, dtype, device_name, results):
-    """In a process of its own: the most memory that three updates take, bytes; nanoGPT's where a folder is given."""
+    """In a process of its own: the most memory that two updates take, bytes; nanoGPT's where a folder is given."""
     if folder:
         work = peer_step(load_peer(folder), shape, rows, device_name)
     else:
         work = our_step(shape, wpe, rows, device_name, dtype, False)
-    for _ in range(3):
+    for _ in range(2):  # the second one has the optimizer's state from the start
         work()
     if torch.device(device_name).type == 'cuda':
         return results.put(torch.cuda.max_memory_allocated())
