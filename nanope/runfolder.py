@@ -144,6 +144,7 @@ def save(config, step, model, optimizers, scaler, names, data, environment, orig
         state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
                  'scaler': scaler.state_dict(), 'origin': origin}
         checkpoint.save(config.out_dir, step, weights, moments, state, environment)
+        checkpoint.verify(checkpoint.step_folder(config.out_dir, step))  # before an older one is dropped for it
     evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
     held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
     if held:
