@@ -94,6 +94,8 @@ class TrainConfig(GPTConfig):
                      'muon_weight_decay'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 found.append(f'{name}={getattr(self, name)} must not be negative')
+        if self.threads and self.threads > 1024:
+            found.append(f'threads={self.threads} must be at most 1024')
         found += lr_range.problems(self)
         if self.shard and self.optimizer == 'muon':
             found.append('shard=True splits the matrices, which Muon needs whole: use optimizer=adamw')
@@ -170,6 +172,7 @@ def main(argv=None):
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     config.min_lr = config.learning_rate / 10 if config.min_lr is None else config.min_lr
     config.out_dir = lr_range.folder(config)
+    held = checkpoint.steps(config.out_dir)
     resumed, started = runfolder.find_start(config, data.tokenizer)
     data.check_length(config.block_size)
     if config.train_only == 'wpe' and config.wpe != 'learned':
@@ -181,6 +184,8 @@ def main(argv=None):
     sharded = parallel.may_shard(config.shard, dtype)
     first = parallel.rank == 0
     lock = lock_folder(config.out_dir, 'trained') if first else None  # noqa: F841 (held until the process ends)
+    if first and checkpoint.steps(config.out_dir) != held:
+        raise ValueError(f'another process has just trained in {config.out_dir}: look what it holds and start again')
     parallel.join(f'{config} {data.digest} {resumed} {started}')
     caught = catch_signals()
     if first and not resumed:
@@ -244,7 +249,7 @@ def main(argv=None):
             evaluating = (last or step % config.eval_interval == 0) and not evaluated
             saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
             logging = (step - 1) % config.log_interval == 0 or last
-            if told and (waits or logging or evaluating or saving):
+            if told and (waits or logging or evaluating or saving or len(told) >= 10):  # 10: a signal does not wait for long
                 for n, (loss, norm, stop) in enumerate(torch.stack(told).tolist(), step - len(told)):
                     if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
                         bar.close()

@@ -119,6 +119,13 @@ def steps(run):
     return sorted(int(name[5:]) for name in names if re.fullmatch(r'step_\d{8,}', name))
 
 
+def names(run):
+    """What save(), mark_best() and killed ones of them have put into the folder of the checkpoints."""
+    folder = os.path.join(run, 'ckpt')
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    return [name for name in there if re.fullmatch(r'(\.tmp-)?step_\d{8,}|best\.json(\.tmp)?', name)]
+
+
 def best_step(run):
     """The step that best.json names, or None."""
     try:
@@ -202,9 +209,9 @@ def load(run, step='latest'):
     for number in reversed(there):
         try:
             checkpoint = verify(step_folder(run, number))
-        except NewerFormat:
+        except (NewerFormat, PermissionError):
             raise
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # OSError: the disk fails there
             problems.append(str(error))
         else:
             for problem in problems:

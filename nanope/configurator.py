@@ -122,6 +122,8 @@ def fit(name, candidates, hints):
             if not abs(value) <= sys.float_info.max:
                 raise ValueError(f'{name} must be finite, not {value!r:.60}')
             return float(value)
+        if type(value) is int and int in types and abs(value) >= 2**63:  # torch and numpy could not take it
+            raise ValueError(f'{name} must fit 64 bits, not {value!r:.60}')
         if type(value) in types or repr(value) in map(repr, choices):  # repr: True is not 1
             return value
     raise ValueError(f'{name} must be {text}, not {value!r:.60}{nearest(str(value), map(str, choices))}')

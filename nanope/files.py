@@ -1,4 +1,5 @@
 """Files that are there whole or not at all, whenever the machine stops."""
+import contextlib
 import hashlib
 import json
 import os
@@ -6,8 +7,18 @@ import os
 from filelock import FileLock, Timeout
 
 
+@contextlib.contextmanager
+def naming(path):
+    """Around work on a file: the errors of a full or failing disk do not say which one it was, so they get its path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path if error.filename is None else error.filename
+        raise
+
+
 def sha256(path):
-    with open(path, 'rb') as file:
+    with naming(path), open(path, 'rb') as file:
         return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
@@ -18,8 +29,20 @@ def lock_folder(folder, doing, wait=False):
     try:
         lock.acquire(timeout=-1 if wait else 0)
     except Timeout:
-        raise ValueError(f'{folder} is being {doing} by another process: wait for it, or use another folder') from None
+        who = f'another process{owner(lock.lock_file)}'
+        raise ValueError(f'{folder} is being {doing} by {who}: wait for it, or use another folder') from None
     return lock
+
+
+def owner(lock_file):
+    """' (its id is 123)' of the process that has locked a file, or '' where it cannot be told, as off Linux."""
+    try:
+        with open('/proc/locks', encoding='utf-8') as file:
+            locks = [line.split() for line in file]
+        inode = os.stat(lock_file).st_ino
+        return ''.join(f' (its id is {words[4]})' for words in locks if words[1] == 'FLOCK' and words[5].endswith(f':{inode}'))
+    except (OSError, IndexError):
+        return ''
 
 
 def sync(path):
@@ -36,7 +59,7 @@ def sync(path):
 def read_json(path):
     """The JSON object (dict) that a file holds. Raises ValueError, naming the file, where it holds anything else."""
     try:
-        with open(path, encoding='utf-8') as file:
+        with naming(path), open(path, encoding='utf-8') as file:
             content = json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(f'{path} is not JSON ({type(error).__name__}: {error})') from None
@@ -47,7 +70,7 @@ def read_json(path):
 
 def write_json(path, content):
     """Replace a JSON file in one step: a reader finds the old or the new one, never half of one."""
-    with open(f'{path}.tmp', 'w', encoding='utf-8') as file:
+    with naming(path), open(f'{path}.tmp', 'w', encoding='utf-8') as file:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

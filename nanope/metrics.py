@@ -4,12 +4,13 @@ import os
 import statistics
 import sys
 
-from nanope.files import read_json
+from nanope.files import naming, read_json
 
 
 def append(run, record):
     """Add one record: a flat dict with 'event', 'step' and 'loss', or 'text' where the event is a sample."""
-    with open(os.path.join(run, 'metrics.jsonl'), 'a', encoding='utf-8') as file:
+    path = os.path.join(run, 'metrics.jsonl')
+    with naming(path), open(path, 'a', encoding='utf-8') as file:
         file.write(json.dumps(record) + '\n')
 
 
@@ -54,8 +55,10 @@ def rewind(run, step):
     """Drop what a run resumed at `step` will do again: updates from `step` on, evaluations after it, and torn lines."""
     kept = [record for record in read(run) if record['step'] < step or record['step'] == step and record['event'] == 'eval']
     path = os.path.join(run, 'metrics.jsonl')
-    with open(path + '.tmp', 'w', encoding='utf-8') as file:
+    with naming(path), open(path + '.tmp', 'w', encoding='utf-8') as file:
         file.writelines(json.dumps(record) + '\n' for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(path + '.tmp', path)
 
 

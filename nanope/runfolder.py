@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from nanope import checkpoint, metrics, parallel
-from nanope.files import write_json
+from nanope.files import sync, write_json
 
 EXIT_NONFINITE = 65
 IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
@@ -32,7 +32,7 @@ def find_start(config, tokenizer):
             adopt(config, found)
         check_resume(config, found.state['config'])
         return found, None
-    used = held or os.path.exists(os.path.join(config.out_dir, 'config.json'))
+    used = held or any(os.path.exists(os.path.join(config.out_dir, name)) for name in WRITTEN)
     if used and not (config.overwrite or config.init_from == 'auto'):
         go_on = 'go on with --init_from=resume, ' if held else ''  # it may have ended before its first checkpoint
         raise ValueError(f'{config.out_dir} already holds a run: {go_on}start anew with --overwrite=true, or give another --out_dir')
@@ -90,11 +90,12 @@ def check_resume(config, saved):
 
 
 def clear(run):
-    """Delete what an earlier run wrote into the folder."""
+    """Delete what an earlier run wrote into the folder, and nothing else that lies there."""
+    for name in checkpoint.names(run):
+        path = os.path.join(run, 'ckpt', name)
+        shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     for path in (os.path.join(run, name) for name in WRITTEN):
-        if os.path.isdir(path):
-            shutil.rmtree(path)
-        elif os.path.exists(path):
+        if os.path.isfile(path):
             os.remove(path)
 
 
@@ -140,7 +141,9 @@ def save(config, step, model, optimizers, scaler, names, data, environment, orig
         return
     try:
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))
-    except ValueError:
+    except (ValueError, OSError):
+        if os.path.exists(os.path.join(config.out_dir, 'metrics.jsonl')):
+            sync(os.path.join(config.out_dir, 'metrics.jsonl'))  # no checkpoint on the disk without the records that led to it
         state = {'config': asdict(config), 'tokenizer': data.tokenizer.to_json(), 'data_digest': data.digest,
                  'scaler': scaler.state_dict(), 'origin': origin}
         checkpoint.save(config.out_dir, step, weights, moments, state, environment)

@@ -163,6 +163,20 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize('name', ALL)
+def test_disk_that_cannot_be_read(run, monkeypatch, capsys, name):
+    """An I/O error of the newest checkpoint is damage like any other: named, and the step before is used."""
+    def broken(path, *args, **kwargs):
+        if str(path).endswith(f'step_00000002/{name}'):
+            raise OSError(5, 'Input/output error')
+        return open(path, *args, **kwargs)
+    monkeypatch.setattr(files, 'open', broken, raising=False)
+    assert is_step(checkpoint.load(run), 1)
+    assert f"Input/output error: 'run/ckpt/step_00000002/{name}'; falling back to step 1" in capsys.readouterr().err
+    with pytest.raises(OSError, match=name):
+        checkpoint.load(run, 2)
+
+
+@pytest.mark.parametrize('name', ALL)
 @pytest.mark.parametrize('how', DAMAGE)
 def test_damaged_file(run, tmp_path, capsys, name, how):
     """The file is named, the newest whole step is used with a warning, the damaged one is refused when asked for, and nothing is run."""

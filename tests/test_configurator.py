@@ -114,6 +114,7 @@ def test_a_config_may_compute_import_and_extend(write):
     ('--n_layer=none', "n_layer must be int, not 'none'"),
     ('--seed=x', "seed must be int|none, not 'x'"),
     ('--bias=1', "bias must be true|false, not '1'"),
+    (f'--n_layer={2**63}', f'n_layer must fit 64 bits, not {2**63}'),
     ('--dropout=nan', 'dropout must be finite, not nan'),
     ('--dropout=-1e999', 'dropout must be finite, not -inf'),
     ('--wpe=rop', "wpe must be learned|rope|none, not 'rop'; did you mean rope?"),
@@ -207,9 +208,10 @@ def test_a_problem_of_two_settings_stands_where_the_first_does(write):
 
 LAW = settings(deadline=None, database=None)
 TEXT = st.text('aZ_09.=-+ \n\t\r\x00\x1c\'"#\\é☃\u2028\ud800')
-VALUES = {'n_layer': st.integers(1), 'dropout': st.floats(0, 1, exclude_max=True), 'bias': st.booleans(),
+VALUES = {'n_layer': st.integers(1, 2**63 - 1), 'dropout': st.floats(0, 1, exclude_max=True), 'bias': st.booleans(),
           'compile': st.booleans() | st.just('auto'), 'wpe': st.sampled_from(['learned', 'rope', 'none']),
-          'seed': st.none() | st.integers(), 'start': TEXT, 'stop': st.none() | TEXT, 'every': st.sampled_from([1, 10])}
+          'seed': st.none() | st.integers(1 - 2**63, 2**63 - 1), 'start': TEXT, 'stop': st.none() | TEXT,
+          'every': st.sampled_from([1, 10])}
 FLAGS = st.builds('{}{}{}{}'.format, st.sampled_from(['--', '-', '']),
                   st.sampled_from([*VALUES, 'n_layr', '', 'é']) | TEXT, st.sampled_from(['=', '', ' ']),
                   st.sampled_from(['nan', 'none', 'TRUE', '1e999', '9' * 5000, '-0', "<class 'float'>"]) | TEXT)

@@ -23,7 +23,7 @@ from model import GPT, GPTConfig
 from nanope import checkpoint, device, loader, metrics, optim, plots
 from runs import flags, fork_train, losses, start, train, wait, weights
 
-SCHEMES = ('learned', 'sinusoidal', 'rope', 'none')
+SCHEMES = ('learned', 'sinusoidal', 'rope', 'none', 'alibi')
 HARD = dict(dropout=0.1, gradient_accumulation_steps=2, batch_size=2)  # what resuming has to restore: dropout's generator, micro-batches
 needs_fork = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
@@ -192,7 +192,7 @@ def test_gradients_are_clipped(place, clip):
 
 
 def test_schemes_share_batches_and_weights(place):
-    """Same seed, four schemes: at step 0 every shared parameter and every batch is the same, bit for bit; another seed shares nothing."""
+    """Same seed, every scheme: at step 0 every shared parameter and every batch is the same, bit for bit; another seed shares nothing."""
     seen = {}
     for wpe, seed in [(wpe, 1337) for wpe in SCHEMES] + [('none', 1)]:
         with pytest.MonkeyPatch.context() as patch:
@@ -282,7 +282,7 @@ def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(place):
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize('wpe', (*SCHEMES, 'alibi'))
+@pytest.mark.parametrize('wpe', SCHEMES)
 @pytest.mark.parametrize('before, after', [(1, 5), (5, 1), (3, 2)])
 def test_resume_with_other_intervals(place, straight, wpe, before, after):
     """Evaluated, saved and logged at other steps before and after the stop: the same bits."""
@@ -569,12 +569,42 @@ def test_second_process_in_one_folder(place):
         started = time.time()
         done = train(place, init_from='auto')
         assert done.code == 2 and 'out/a is being trained by another process' in done.text and time.time() - started < 1
+        assert not os.path.exists('/proc/locks') or f'(its id is {first})' in done.text
     finally:
         os.kill(first, signal.SIGKILL)
     assert wait(first) == -signal.SIGKILL
     assert train(place, init_from='auto').code == 0
     with contextlib.chdir(place):
         FileLock('out/a/.lock').acquire(timeout=0)  # and a run that has ended lets go
+
+
+def test_folder_trained_meanwhile(place, straight, monkeypatch):
+    """A run that begins and ends between another one's look at the folder and its lock is not deleted or gone back behind."""
+    reference, original = straight(), script.lock_folder
+    monkeypatch.setattr(script, 'lock_folder', lambda *args: (copy_of(reference, place), original(*args))[1])
+    done = train(place)
+    assert done.code == 2 and 'another process has just trained in out/a' in done.text and weights(place, 6) == weights(reference, 6)
+
+
+@pytest.mark.parametrize('name', ['ckpt/mine.pt', 'metrics.jsonl'])
+def test_what_others_put_into_the_folder_stays(place, name):
+    """A folder with files of such names is no empty one; even --overwrite deletes from ckpt/ nothing but checkpoints."""
+    (place / 'out/a/ckpt').mkdir(parents=True)
+    (place / 'out/a' / name).write_text('mine')
+    done = train(place)
+    assert done.code == 2 and 'out/a already holds a run' in done.text and (place / 'out/a' / name).read_text() == 'mine'
+    assert train(place, overwrite='true').code == 0 and train(place, overwrite='true', max_iters=3).code == 0
+    assert checkpoint.steps(place / 'out/a') == [2, 3]
+    assert name != 'ckpt/mine.pt' or (place / 'out/a' / name).read_text() == 'mine'
+
+
+@needs_fork
+def test_disk_full_names_the_file(place):
+    """Also where it is no checkpoint that has no room: the error of the system does not say which file it is about."""
+    resource = pytest.importorskip('resource')
+    child = fork_train(place, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),  # config.json fits
+                       max_iters=60, checkpoint_interval=100, eval_interval=100)
+    assert wait(child) == 2 and "error: File too large: 'out/a/metrics.jsonl'" in (place / 'printed').read_text()
 
 
 @needs_fork
@@ -659,6 +689,14 @@ def test_running_ahead_of_the_device(place, straight, monkeypatch, optimizer, va
     done = train(place, **settings)
     assert done.code == 65 and json.loads((place / 'out/a/crash.json').read_text())['step'] == 3 and made[-1] > 3
     assert checkpoint.steps(place / 'out/a') == [3] and 'The last checkpoint is step 3' in done.text
+
+
+def test_running_ahead_hears_signals(place, monkeypatch):
+    """However seldom there is something to log, a signal is noticed within ten updates: who sends it may kill half a minute later."""
+    monkeypatch.setattr(device, 'runs_ahead', lambda name: True)
+    made = at_update(monkeypatch, 3, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+    done = train(place, max_iters=100, log_interval=1000, eval_interval=1000)
+    assert done.code == 75 and made[-1] < 13 and checkpoint.steps(place / 'out/a') == [made[-1] + 1]
 
 
 def poison_once(model, value):
