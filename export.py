@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import nanope  # noqa: F401 (before torch)
@@ -21,6 +22,7 @@ from nanope.files import read_json, sync, write_json
 from nanope.layouts import KIND, to_config, to_theirs
 from nanope.tokenizer import SEPARATOR, from_json, hugging_face_json
 
+WRITTEN = {'README.md', 'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'}
 KEPT = 'config', 'tokenizer', 'data_digest', 'extended'  # what of a checkpoint's state goes along, so that it can be read back
 
 
@@ -28,7 +30,7 @@ KEPT = 'config', 'tokenizer', 'data_digest', 'extended'  # what of a checkpoint'
 class ExportConfig:
     to: str | None = None               # folder to write; none = the run's name with _hf
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint
-    overwrite: bool = False             # replace a folder that is not empty; an earlier export is replaced anyhow
+    overwrite: bool = False             # replace a folder that is not empty; an earlier export with nothing added is replaced anyhow
     check: bool = False                 # load the folder with transformers, which must be installed, and compare logits
 
 
@@ -49,8 +51,9 @@ def facts(path, found, config):
     known.append(('vocabulary', f'{config.vocab_size:,}, {"characters" if state["tokenizer"]["kind"] == "char" else "GPT-2 byte pairs"}'))
     if 'max_iters' in settings:
         n = settings['batch_size'] * settings['gradient_accumulation_steps'] * settings['block_size']
+        optimizer = 'Muon and AdamW' if settings.get('optimizer') == 'muon' else 'AdamW'
         known += [('data', f'{settings["dataset"]} (digest {state["data_digest"][:16]})'),
-                  ('updates', f'{found.step:,} of {n:,} tokens, AdamW, learning rate {settings["learning_rate"]:g}'),
+                  ('updates', f'{found.step:,} of {n:,} tokens, {optimizer}, learning rate {settings["learning_rate"]:g}'),
                   ('seed', settings['seed'])]
     scores = [r for r in metrics.read(path) if r['event'] in ('eval', 'final') and r['step'] == found.step]
     if scores:
@@ -79,7 +82,10 @@ def notes(config):
 
 
 def model_card(name, path, found, config):
-    rows = '\n'.join(f'| {key} | {value} |' for key, value in facts(path, found, config))
+    try:
+        rows = '\n'.join(f'| {key} | {value} |' for key, value in facts(path, found, config))
+    except (KeyError, TypeError, ValueError) as error:            # in a folder that was edited
+        raise ValueError(f'{found.path}: what it tells of its training is damaged ({type(error).__name__}: {error})') from None
     hints = '\n'.join(f'- {note}' for note in notes(config))
     return f'''---
 library_name: transformers
@@ -106,18 +112,22 @@ print(pipeline('text-generation', 'PATH_OF_THIS_FOLDER')('A beginning', max_new_
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
-def check_target(to, overwrite):
+def check_target(to, overwrite, run):
     """Raises ValueError where a folder holds what must not be replaced."""
+    if any(Path(path).resolve().is_relative_to(Path(to).resolve()) for path in ('.', os.path.join(os.path.abspath(run), os.pardir))):
+        raise ValueError(f'{to} is or holds the working directory or the folder of {run}: give another --to')
     if not os.path.lexists(to) or os.path.isdir(to) and not os.listdir(to):
         return
     if not os.path.isdir(to) or os.path.exists(os.path.join(to, 'ckpt')) or os.path.exists(os.path.join(to, '.git')):
         raise ValueError(f'{to} is a file, a run folder or a repository: give another --to')
     try:
-        earlier = 'nanope' in read_json(os.path.join(to, 'config.json'))
+        settings = read_json(os.path.join(to, 'config.json'))     # what transformers saved, after more training, has its version in it
+        earlier = 'nanope' in settings and 'transformers_version' not in settings and WRITTEN.issuperset(os.listdir(to))
     except (OSError, ValueError):
         earlier = False
     if not earlier and not overwrite:
-        raise ValueError(f'{to} is not empty and no earlier export: give another --to, or delete all that is in it by --overwrite=true')
+        raise ValueError(f'{to} is not empty and holds more than an earlier export: give another --to, or delete all that is in it by '
+                         '--overwrite=true')
 
 
 def write_folder(to, found, path):
@@ -172,7 +182,7 @@ def main(argv=None):
     if len(runs) != 1:
         raise ValueError('give one run folder: python export.py out/RUN --to=DIR')
     to = os.path.normpath(config.to or f'{os.path.normpath(runs[0])}_hf')
-    check_target(to, config.overwrite)
+    check_target(to, config.overwrite, runs[0])
     found = checkpoint.load(runs[0], config.step)
     exported = write_folder(to, found, runs[0])
     print(f'wrote {to}: {runs[0]}, step {found.step}, wpe={exported.wpe}, as {KIND[exported.wpe]}')

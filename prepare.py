@@ -62,9 +62,9 @@ def main():
     if len(rest) != 1 or not re.fullmatch(r'\w[\w.-]*', rest[0]) or rest[0] == 'gpt2':
         raise ValueError(f'one plain name is needed, not {rest or "none"}: python prepare.py NAME [--input=PATH]')
     name, hub = rest[0], corpus.HUB.get(rest[0])
-    if config.input and name == 'shakespeare':  # it would replace what runs were trained on
+    if (config.input or config.adopt) and name == 'shakespeare':  # it would replace what runs were trained on
         raise ValueError('shakespeare stands for the plays that come with nanoPE; for other text use another name: '
-                         f'python prepare.py mydata --input={config.input}')
+                         'python prepare.py mydata ' + (f'--adopt={config.adopt}' if config.adopt else f'--input={config.input}'))
     if config.adopt:
         kind, folder = config.tokenizer or ('char' if config.input else 'gpt2'), os.path.join('data', name)
         return print_summary(name, folder, *nanogpt.adopt(folder, config.adopt, config.input, kind))

@@ -129,8 +129,10 @@ def has_gpt2_merges(folder):
     """Whether the tokenizer that lies beside a model, if any, is GPT-2's."""
     ours, path = VOCAB_BPE.read_text('utf-8').splitlines()[1:], os.path.join(folder, 'tokenizer.json')
     if os.path.isfile(path):
-        merges = read_json(path).get('model', {}).get('merges')
-        return [merge if isinstance(merge, str) else ' '.join(merge) for merge in merges or []] == ours
+        model = read_json(path).get('model')
+        merges = model.get('merges') if isinstance(model, dict) else None
+        return isinstance(merges, list) and [' '.join(merge) if isinstance(merge, list) and all(isinstance(part, str) for part in merge)
+                                             else merge for merge in merges] == ours
     path = os.path.join(folder, 'merges.txt')
     if os.path.isfile(path):
         with open(path, encoding='utf-8') as file:

@@ -129,8 +129,9 @@ def to_theirs(config, tensors, rows):
 
 def undo_bloom(found, weight, bias):
     """Take bloom_power() back, in place. Returns what is wrong, a list of at most one sentence."""
-    power = round(math.log2(max(weight[0].item() / math.sqrt(1e-5), 1.0))) if weight is not None and weight.numel() else 0
-    if weight is None or bias is None or bias.any() or not (weight == weight.new_tensor(math.sqrt(1e-5) * 2.0 ** power)).all():
+    usable = weight is not None and weight.numel() and weight.isfinite().all()
+    power = round(math.log2(max(weight.flatten()[0].item() / math.sqrt(1e-5), 1.0))) if usable else 0
+    if not usable or bias is None or bias.any() or not (weight == weight.new_tensor(math.sqrt(1e-5) * 2.0 ** power)).all():
         return ['word_embeddings_layernorm does more than nothing: this was trained on elsewhere, or is a Bloom of its own']
     found['transformer.wte.weight'] *= 2.0 ** power
     for name in ('transformer.ln_f.weight', 'transformer.ln_f.bias'):

@@ -62,7 +62,7 @@ def run_test(config, update):
         if points[-1][2] > DIVERGED * points[0][1]:
             break
     if stop:
-        print(f'stopped after {len(points)} updates; a range test is not saved: run it again')
+        print(f'stopped after {len(points)} updates; a range test is not saved: run it again, with --overwrite=true')
         return stop
     print(verdict(points, config.max_iters))
     if first:

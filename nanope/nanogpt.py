@@ -93,6 +93,7 @@ def adopt(folder, source, text, kind):
     documents = sum(each['documents'] for each in progress.values())
     lock = lock_folder(folder, 'prepared')
     try:
+        writer.discard(folder)                                    # left by one that was killed
         for split in writer.SPLITS:
             have, part = os.path.join(source, f'{split}.bin'), os.path.join(folder, f'{split}.bin.part')
             if os.path.realpath(source) == os.path.realpath(folder):

@@ -191,7 +191,7 @@ def main():
     if {'-h', '--help'} & set(runs):
         return print('usage: python -m nanope.plots out/a out/b ... [--to=loss.png]')
     for each in [run for run in runs or [''] if not os.path.isfile(os.path.join(run, 'metrics.jsonl'))]:
-        raise ValueError(f'{each or "no folder"} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...')
+        raise ValueError(f'{f"{each} holds no metrics.jsonl" if each else "give run folders"}: python -m nanope.plots out/a out/b ...')
     loss_curves(runs, path)
     print(f'wrote {path}: loss while training of {", ".join(metrics.run_names(runs))}')
 

@@ -166,10 +166,16 @@ def test_a_trained_run_and_its_model_card(place, monkeypatch):
 def test_what_is_replaced_and_what_is_not(here):
     save('out/a', 'rope')
     assert call(script, 'out/a').code == 0
-    (here / 'out/a_hf/extra').touch()
     save('out/a', 'rope', step=8)
-    assert call(script, 'out/a').code == 0                        # an earlier export: replaced as a whole
-    assert read_json('out/a_hf/config.json')['nanope']['step'] == 8 and not (here / 'out/a_hf/extra').exists()
+    assert call(script, 'out/a').code == 0                        # an earlier export
+    assert read_json('out/a_hf/config.json')['nanope']['step'] == 8
+    (here / 'out/a_hf/model.gguf').touch()                        # somebody's own file
+    refused(call(script, 'out/a'), 'out/a_hf is not empty and holds more than an earlier export', '--overwrite=true')
+    os.remove('out/a_hf/model.gguf')
+    theirs('out/a_hf').save_pretrained('out/a_hf')                # fine-tuned in place
+    refused(call(script, 'out/a'), 'holds more than an earlier export')
+    for target in ('.', '..', 'out'):                             # never: what holds the run or us
+        refused(call(script, 'out/a', f'--to={target}', '--overwrite=true'), f'{target} is or holds')
     (here / 'mine').mkdir()
     assert call(script, 'out/a', '--to=mine').code == 0           # an empty folder
     (here / 'other').mkdir()
@@ -180,6 +186,9 @@ def test_what_is_replaced_and_what_is_not(here):
         (here / 'file').touch()
         refused(call(script, 'out/a', f'--to={target}', '--overwrite=true'), f'{target} is a file, a run folder')
     refused(call(script), 'give one run folder')
+    (here / 'mine/config.json').write_text(json.dumps({**read_json('mine/config.json'), 'nanope': {
+        **read_json('mine/config.json')['nanope'], 'extended': 7}}))
+    refused(call(script, 'mine'), 'mine: what it tells of its training is damaged')
     refused(call(script, 'out/none'), 'out/none holds no checkpoint')
     assert not [path.name for path in (here / 'out').iterdir() if path.name.startswith('.')]
 

@@ -1,6 +1,7 @@
 """Weights of others: transformers' GPT-2, nanoGPT's ckpt.pt and data folders. What fits gives the same logits; what does not is said."""
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -193,6 +194,10 @@ def test_tensors_that_do_not_fit_are_listed(here, tensors, words):
 def test_files_that_are_missing_or_broken(here):
     (here / 'small/merges.txt').write_text('#version: 0.2\na b\n')
     refused(call(sample, '--out_dir=small'), "a tokenizer with other merges than GPT-2's")
+    for odd in ({'model': [1]}, {'model': {'merges': 7}}, {'model': {'merges': [1, [2]]}}):
+        (here / 'small/tokenizer.json').write_text(json.dumps(odd))
+        refused(call(sample, '--out_dir=small'), "a tokenizer with other merges than GPT-2's")
+    os.remove('small/tokenizer.json')
     shutil.copy(VOCAB_BPE, here / 'small/merges.txt')
     assert call(sample, '--out_dir=small', '--max_new_tokens=1', '--device=cpu').code == 0
     (here / 'small/model.safetensors').write_bytes(b'no tensors')
@@ -278,6 +283,9 @@ def test_a_bloom_that_was_trained_on_is_refused(here):
     assert call(export, 'out/a', '--to=hf').code == 0
     edit('hf', lambda t: {name: x + (name.endswith('embeddings_layernorm.bias')) for name, x in t.items()})
     refused(call(sample, '--out_dir=hf'), 'word_embeddings_layernorm does more than nothing')
+    for odd in math.inf, math.nan:
+        edit('hf', lambda t: {name: x.fill_(odd) if name.endswith('embeddings_layernorm.weight') else x for name, x in t.items()})
+        refused(call(sample, '--out_dir=hf'), 'word_embeddings_layernorm does more than nothing')
 
 
 # ---- nanoGPT: ckpt.pt ------------------------------------------------------------------------------------------------
@@ -373,6 +381,7 @@ def test_a_data_folder_of_nanogpt_is_taken_over(here, kind, where):
     if where == 'in place':
         done = train(here, dataset='plays')
         assert done.code == 2 and 'python prepare.py plays --adopt=data/plays' in done.text and 'meta.pkl is a pickle' in done.text
+        (here / 'data/plays/train.bin.part').touch()              # left by a prepare.py that was killed
     done = call(prepare, 'plays', f'--adopt={source}', *(['--input=text.txt'] if kind == 'char' else []))
     assert done.code == 0 and 'next: python train.py' in done.out, done
     found = Data('data/plays')
@@ -394,7 +403,8 @@ def test_data_that_cannot_be_taken_over(here):
         assert not os.path.exists('data/plays/train.bin')
     (here / 'ng/bpe/val.bin').write_bytes(b'abc')
     refused(call(prepare, 'plays', '--adopt=ng/bpe'), 'ng/bpe/val.bin', 'two bytes a token')
-    assert 'shakespeare stands for the plays' in call(prepare, 'shakespeare', '--adopt=ng/char', '--input=text.txt').err
+    for args in (['--adopt=ng/char', '--input=text.txt'], ['--adopt=ng/bpe']):
+        refused(call(prepare, 'shakespeare', *args), 'shakespeare stands for the plays', f'python prepare.py mydata {args[0]}')
     assert nanogpt.read('ng/bpe') is None and re.search('--adopt=', json.dumps(nanogpt.how_to_adopt('x')))
 
 
