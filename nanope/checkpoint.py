@@ -185,6 +185,8 @@ def no_checkpoint(run):
         runs = [each for each in inside if steps(each)]
         if runs:
             return f'{run} holds no checkpoint; these do: {", ".join(runs[:10])}' + (f' and {len(runs) - 10} more' if runs[10:] else '')
+    if not os.path.exists(run):
+        return f'{run} holds no checkpoint: it is neither a folder nor one of {", ".join(huggingface.HUB)}'
     return f'{run} holds no checkpoint (nothing like {run}/ckpt/step_00001000): train it first'
 
 

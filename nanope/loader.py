@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nanope import nanogpt
+from nanope.corpus import HUB
 from nanope.files import read_json, sha256
 from nanope.tokenizer import from_json
 
@@ -78,7 +79,7 @@ class Data:
             return 'dataset must be the name of a folder under data/ that prepare.py made'
         if os.path.exists(os.path.join(folder, 'train.bin')) and not os.path.exists(os.path.join(folder, 'meta.json')):
             return f'{nanogpt.how_to_adopt(name, folder)}; all else is prepared anew; run: python prepare.py {name}'
-        return f'run: python prepare.py {name}'
+        return f'run: python prepare.py {name}' + ('' if name in ('shakespeare', *HUB) else ' --input=PATH')
 
     def open_split(self, folder, split):
         path = os.path.join(folder, f'{split}.bin')

@@ -33,7 +33,7 @@ def find_start(config, tokenizer):
         check_resume(config, found.state['config'])
         return found, None
     used = held or any(os.path.exists(os.path.join(config.out_dir, name)) for name in WRITTEN)
-    if used and not (config.overwrite or config.init_from == 'auto'):
+    if used and not (config.overwrite or config.init_from == 'auto' or config.lr_range and not held):  # of a range test nothing is lost
         go_on = 'go on with --init_from=resume, ' if held else ''  # it may have ended before its first checkpoint
         raise ValueError(f'{config.out_dir} already holds a run: {go_on}start anew with --overwrite=true, or give another --out_dir')
     if config.init_from in ('scratch', 'auto'):

@@ -91,7 +91,7 @@ def test_bad_data_is_refused(place, case):
     damage(place / 'data/tiny')
     with contextlib.chdir(place), pytest.raises(ValueError, match=message) as error:
         Data('data/tiny')
-    assert str(error.value).endswith('; run: python prepare.py tiny') and '\n' not in str(error.value)
+    assert str(error.value).endswith('; run: python prepare.py tiny --input=PATH') and '\n' not in str(error.value)
     assert not (place / 'sentinel').exists()
 
 

@@ -142,8 +142,8 @@ def test_range_test(place, monkeypatch):
     with pytest.raises(ValueError, match='out/a_lr_range holds no checkpoint'):
         compare.main(['out/a_lr_range'])
     assert train(place, max_iters=1).code == 0                    # its folder is not in the way
-    done = train(place, lr_range='1e-4:10')
-    assert done.code == 2 and 'out/a_lr_range already holds a run: start anew with --overwrite=true' in done.text
+    assert train(place, lr_range='1e-4:10').code == 0             # as often as one likes: the last one stays
+    assert records(place, 'lr_range', run='out/a_lr_range')[0]['lr'] == pytest.approx(1e-4)
     done = train(place, lr_range='1e-4:10', init_from='resume')
     assert done.code == 2 and 'there is none to resume' in done.text
 
