@@ -164,8 +164,11 @@ def panels(report):
     if look[0][0]['context']:
         note = f'nats a token; bars: {seeds}'
         add('context', plain, draw_by_length, 'Same targets, other contexts', note, 'context', 'loss', base)
-        if extended:
-            add('extended', extended, draw_by_length, 'The same, context extended', note, 'context', 'loss', base)
+        tuned = [(scheme, style) for scheme, style in extended if scheme['extension'].endswith('tuned')]
+        at_once = [each for each in extended if each not in tuned]
+        for name, which, heading in (('extended', at_once, 'The same, context extended'), ('tuned', tuned, 'The same, extended and tuned')):
+            if which:
+                add(name, which, draw_by_length, heading, note, 'context', 'loss', base)
     if len(look) > 1:
         heading = f'Validation loss minus {report["reference"]}'
         add('differences', look, draw_differences, heading, 'paired by seed; line: 95 % interval, dots: seeds')
@@ -178,7 +181,7 @@ def panels(report):
 
 def comparison(report, path):
     """The panels on loss side by side into a PNG."""
-    found = [draw for name, draw in panels(report).items() if name in ('curves', 'position', 'context', 'extended')]
+    found = [draw for name, draw in panels(report).items() if name in ('curves', 'position', 'context', 'extended', 'tuned')]
     fig, axes = figure(len(found))
     for draw, each in zip(found, axes):
         draw(each)
