@@ -256,6 +256,7 @@ class Bench:
         peer = self.peer and os.path.join(self.config.peer, 'out-shakespeare-char', 'ckpt.pt')
         if peer and os.path.exists(peer):
             times["nanoGPT's sample.py"] = []
+        awaited = {'train.py': 'step 1:', 'sample.py': '', "nanoGPT's sample.py": '---'}  # how the line begins that ends the wait
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, 'run')
             small = ['--n_layer=4', '--n_head=4', '--n_embd=128', '--block_size=64', '--batch_size=12', '--max_iters=1', '--eval_tokens=64']
@@ -266,14 +267,19 @@ class Bench:
                                                 '--max_new_tokens=1']}
             for n in range(self.config.rounds + 1):
                 for name in times:
-                    started = time.time()
-                    subprocess.run([sys.executable, *commands[name]], check=True, capture_output=True,
-                                   cwd=self.config.peer if name.startswith('nanoGPT') else None)
-                    took = time.time() - started
+                    started = time.perf_counter()
+                    command = [arg.replace(out, f'{out}_{n}') if n and name == 'train.py' else arg for arg in commands[name]]
+                    with subprocess.Popen([sys.executable, '-u', *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                                          cwd=self.config.peer if name.startswith('nanoGPT') else None) as process:
+                        line = next((line for line in process.stdout if line.startswith(awaited[name])), None)
+                        took = time.perf_counter() - started
+                        process.kill() if name == 'train.py' and n else process.stdout.read()  # the first one leaves a run to sample from
+                    if line is None:
+                        return print(f'\nSTART-UP: not measured, {name} failed')
                     if n:                                         # the first one fills the disk cache
                         times[name].append(took)
         table = [['', 'seconds']] + [[name, f'{statistics.median(each):.2f}'] for name, each in times.items()]
-        show('START-UP, whole processes: one update with its evaluations and saves; one character', table)
+        show('START-UP, from the start of a process to the end of its first update with an evaluation, and to the first text', table)
         for name, each in times.items():
             self.record(mode='start', shape=name, seconds=statistics.median(each))
         if len(times) > 2:
