@@ -10,7 +10,7 @@ n_embd = 192
 bias = False
 
 batch_size = 24
-max_iters = 250
+max_iters = 320
 optimizer = 'muon'
 muon_lr = 0.03
 learning_rate = 8e-3
@@ -19,5 +19,5 @@ warmup_iters = 20
 weight_decay = 0.0
 beta2 = 0.99
 
-eval_interval = 250
+eval_interval = 320
 eval_tokens = 8192

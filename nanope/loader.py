@@ -77,9 +77,10 @@ class Data:
         parent, name = os.path.split(os.path.normpath(folder))
         if os.path.basename(parent) != 'data' or name == 'gpt2':  # as of dataset='' or 'a/b'; gpt2 holds a tokenizer
             return 'dataset must be the name of a folder under data/ that prepare.py made'
+        command = f'run: python prepare.py {name}' + ('' if name in ('shakespeare', *HUB) else ' --input=PATH')
         if os.path.exists(os.path.join(folder, 'train.bin')) and not os.path.exists(os.path.join(folder, 'meta.json')):
-            return f'{nanogpt.how_to_adopt(name, folder)}; all else is prepared anew; run: python prepare.py {name}'
-        return f'run: python prepare.py {name}' + ('' if name in ('shakespeare', *HUB) else ' --input=PATH')
+            return f'{nanogpt.how_to_adopt(name, folder)}; all else is prepared anew; {command}'
+        return command
 
     def open_split(self, folder, split):
         path = os.path.join(folder, f'{split}.bin')
