@@ -21,7 +21,8 @@ test-slow: $(VENV)/installed-dev
 reliability: $(VENV)/installed-dev
 	PYTHONPATH=tests $(PY) -m pytest -q -m 'not gpu' -p reliability
 
-# checks and speeds on CUDA, ten minutes; make gpu PYTHON=python3 installs nothing and runs with what that python has
+# checks and speeds on CUDA, ten minutes; make gpu PYTHON=python3 installs nothing and runs with what that python has; PEER=DIR, a checkout
+# of nanoGPT, is measured beside
 ifeq ($(origin PYTHON),command line)
 gpu: GPU_PY := $(PYTHON)
 else
@@ -30,7 +31,7 @@ gpu: $(VENV)/installed-dev
 endif
 gpu:
 	$(GPU_PY) -m pytest -q -m gpu tests/test_gpu.py
-	$(GPU_PY) bench.py --parts=machine,train,sample,memory --shapes=gpt2 --deadline=360 --json=bench_gpu.json
+	$(GPU_PY) bench.py --parts=machine,train,sample,memory --shapes=gpt2 --deadline=360 --json=bench_gpu.json $(PEER:%=--peer=%)
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoPE needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

@@ -130,6 +130,8 @@ class Bench:
                 self.train_shape(shape, rows, T)
 
     def train_shape(self, shape, rows, T):
+        if self.compile:
+            torch._dynamo.reset()  # what it learnt of other sizes would make the peer's next graph dynamic, and slower
         how = dict(optimizer=self.config.optimizer)
         works = {wpe: measure.our_step(shape, wpe, rows, self.device, self.dtype(shape), self.compile, **how) for wpe in self.schemes}
         if self.peer:
@@ -159,7 +161,7 @@ class Bench:
     def sample(self):
         n, prompt = self.config.new_tokens, torch.randint(50257, (1, 16), device=self.device)
         compiled = self.cuda if self.config.compile == 'auto' else self.config.compile
-        dtype = 'bfloat16' if self.cuda else self.dtype('gpt2')
+        dtype = self.dtype('gpt2')
 
         def ours(wpe, batch):
             model = measure.build('gpt2', wpe).to(self.device).eval()
@@ -184,7 +186,7 @@ class Bench:
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
             hf = GPT2LMHeadModel(GPT2Config()).to(self.device).eval()
-            hf = hf.bfloat16() if self.cuda else hf
+            hf = hf.bfloat16() if self.cuda and dtype == 'bfloat16' else hf
             works['transformers'] = lambda: hf.generate(prompt, max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=200,
                                                         temperature=0.8, pad_token_id=50256, attention_mask=torch.ones_like(prompt)).cpu()
         except ImportError:
@@ -236,16 +238,19 @@ class Bench:
         works = ([('nanoGPT', self.config.peer, None)] if self.peer else []) + [(wpe, None, wpe) for wpe in self.schemes]
         peaks = {}
         for name, folder, wpe in works:
+            if time.monotonic() > self.deadline and peaks:
+                break
             context = multiprocessing.get_context('spawn')
             results = context.SimpleQueue()
             child = context.Process(target=measure.peak_memory, args=(folder, 'gpt2', 4, wpe, self.dtype('gpt2'), self.device, results))
             child.start()
             child.join()
             peaks[name] = results.get() if child.exitcode == 0 else None
-            against = peaks[name] / peaks['nanoGPT'] if self.peer and peaks[name] and name != 'nanoGPT' else None
+            against = peaks[name] / peaks['nanoGPT'] if peaks.get('nanoGPT') and peaks[name] and name != 'nanoGPT' else None
             self.record(wpe=name, mode='memory', shape='gpt2, 4 x 1024', peak_mem_bytes=peaks[name], ratio=against,
                         peer='nanoGPT' if against else None)
-            table.append([name, f'{(peaks[name] or 0) / 1e9:.2f}', '-' if against is None else f'{against:.2f}'])
+            took = f'{peaks[name] / 1e9:.2f}' if peaks[name] else f'failed, exit code {child.exitcode}'
+            table.append([name, took, '-' if against is None else f'{against:.2f}'])
         show(f'PEAK MEMORY, gpt2, 4 x 1024 tokens, {self.dtype("gpt2")}', table)
 
     def start(self):
@@ -291,20 +296,24 @@ def main(argv=None):
     if rest:
         raise ValueError(f'{rest[0]} is no --key=value')
     torch.set_float32_matmul_precision('high')
+    if config.json:
+        open(config.json, 'a', encoding='utf-8').close()          # if that fails, before anything is measured
     bench = Bench(config)
     name = torch.cuda.get_device_name(bench.device) if bench.cuda else f'{device.cpu_name()}, {torch.get_num_threads()} threads'
     print(f'{name}; torch {torch.__version__}, Python {platform.python_version()}')
-    for part in config.parts.split(','):
-        if time.monotonic() > bench.deadline:
-            print(f'\n{part}: not measured, {config.deadline:.0f} s are over')
-            continue
-        getattr(bench, part)()
-    if config.json:
-        with open(config.json, 'w', encoding='utf-8') as file:
-            json.dump({'device': name, 'dtype': bench.dtype('gpt2'), 'compile': bench.compile, 'rows': bench.rows,
-                       'matmul_peak_flops': bench.facts.get('matmul_peak_flops'), 'read_bandwidth': bench.facts.get('read_bandwidth')},
-                      file, indent=1)
-        print(f'\nwrote {config.json}')
+    try:
+        for part in config.parts.split(','):
+            if time.monotonic() > bench.deadline:
+                print(f'\n{part}: not measured, {config.deadline:.0f} s are over')
+                continue
+            getattr(bench, part)()
+    finally:  # Ctrl-C or a fault in a later part loses no number
+        if config.json:
+            with open(config.json, 'w', encoding='utf-8') as file:
+                json.dump({'device': name, 'dtype': bench.dtype('gpt2'), 'compile': bench.compile, 'rows': bench.rows,
+                           'matmul_peak_flops': bench.facts.get('matmul_peak_flops'),
+                           'read_bandwidth': bench.facts.get('read_bandwidth')}, file, indent=1)
+            print(f'\nwrote {config.json}')
 
 
 if __name__ == '__main__':

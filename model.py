@@ -423,7 +423,8 @@ class GPT(nn.Module):
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training
         capacity = min(-(-(idx.size(1) + max_new_tokens) // 128) * 128, block_size)  # few shapes for few compilations
-        fixed = None if step is None else 256 if idx.is_cuda else capacity  # keys weigh little beside a CPU's frozen weights
+        many = max(256, -(-capacity // 4)) if idx.is_cuda else capacity  # at most 4 graphs; keys weigh little beside a CPU's frozen weights
+        fixed = None if step is None else many
         self.eval()
         try:
             window = idx[:, -block_size:]
@@ -488,4 +489,5 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         p, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
         drop = p.cumsum(dim=-1) - p >= max(top_p, 1e-9)           # what the likelier ones already cover; never all
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+    p = logits.softmax(dim=-1)                                    # what torch.multinomial does, but for its checks: on CUDA they would wait
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(dim=-1, keepdim=True)

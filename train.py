@@ -147,9 +147,9 @@ def update(loss_of, optimizers, scaler, config, data, step, lr, device_name, aut
     optim.set_learning_rate(optimizers, lr)
     if scaler.is_enabled():
         if told[0].isfinite():
-            for optimizer in optimizers:
-                scaler.step(optimizer)  # skips the update itself where a scaled float16 gradient overflowed
-            scaler.update()
+            for optimizer in optimizers if told[1].isfinite() else ():  # one that overflowed is left out by all: the norm is of all
+                scaler.step(optimizer)
+            scaler.update()  # halves the scale where a float16 gradient overflowed
     else:
         optim.step(optimizers, told[:2].isfinite().all())
     for optimizer in optimizers:

@@ -100,6 +100,7 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     wanted, reason = resolve_compile(compile, device, seconds)
     if not wanted:
         return loss_function(model, False, rows, device), False, reason
+    torch._dynamo.config.recompile_limit = 64  # all models and shapes of a process share the code of forward()
     try:
         sharded = any(map(parallel.is_sharded, model.parameters()))
         loss_of = parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device)
@@ -125,6 +126,7 @@ def compile_step(model, device):
     """What a cached step computes, compiled, as generate() takes it. Nothing is tried here: an error comes with the second token.
 
     CPU: weights are frozen into the graph in the layout that its matrix products like best. CUDA: the step is recorded and replayed."""
+    torch._dynamo.config.recompile_limit = 64  # all models and lengths share this code; past the limit torch would go on in eager mode
     options = {'freezing': True} if torch.device(device).type == 'cpu' else {'triton.cudagraphs': True, 'coordinate_descent_tuning': True}
     return torch.compile(lambda *args: model.logits(model.hidden(*args)), dynamic=False, options=options)
 

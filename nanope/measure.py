@@ -180,9 +180,11 @@ def peak_memory(folder, shape, rows, wpe, dtype, device_name, results):
     if folder:
         work = peer_step(load_peer(folder), shape, rows, device_name)
     else:
-        work = our_step(shape, wpe, rows, device_name, dtype, False)
-    for _ in range(2):  # the second one has the optimizer's state from the start
-        work()
+        work = our_step(shape, wpe, rows, device_name, dtype, torch.device(device_name).type == 'cuda')  # as the peer's is
+    work()
+    if torch.device(device_name).type == 'cuda':
+        torch.cuda.reset_peak_memory_stats()                      # of what compiling took
+    work()  # it has the optimizer's state from the start
     if torch.device(device_name).type == 'cuda':
         return results.put(torch.cuda.max_memory_allocated())
     import resource

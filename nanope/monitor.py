@@ -4,6 +4,7 @@ import sys
 import torch
 
 from nanope import checkpoint, metrics, parallel
+from nanope.device import for_sampling
 from nanope.tokenizer import default_prompt
 
 
@@ -48,7 +49,7 @@ def sample(model, tokenizer, n_tokens, seed, autocast):
     device = next(model.parameters()).device
     prompt = tokenizer.encode_prompt(default_prompt(tokenizer))
     generator = torch.Generator(device).manual_seed(seed)
-    with autocast():
+    with autocast(), for_sampling():
         tokens = model.generate(torch.tensor([prompt], device=device), n_tokens, 0.8, 200, generator=generator)
         return tokenizer.decode([int(token) for token in tokens])
 

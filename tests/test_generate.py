@@ -160,6 +160,13 @@ def test_padding_ids_are_never_sampled():
         assert drawn.min() >= 0 and drawn.max() < 101
 
 
+def test_draws_are_those_of_multinomial():
+    for seed in range(20):
+        logits = torch.randn(8, 65, generator=torch.Generator().manual_seed(seed))
+        one, other = (torch.Generator().manual_seed(seed) for _ in range(2))
+        assert torch.equal(sample_token(logits, generator=one), torch.multinomial(logits.softmax(dim=-1), 1, generator=other))
+
+
 # ---- sampling from p = (0.15, 0.5, 0.05, 0.3) ------------------------------------------------------------------------
 
 LOGITS = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()

@@ -1,4 +1,5 @@
 """The loss in pieces is the loss; attention in bfloat16 is attention; compiled and fixed shapes change nothing but rounding."""
+import functools
 import math
 
 import numpy as np
@@ -6,8 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import train
 from model import GPT, GPTConfig, KVCache, short_attention
 from nanope import device, loss, optim
+from nanope.loader import Data
 from small import SCHEMES, build, close, tokens
 
 
@@ -162,6 +165,32 @@ def test_an_update_that_is_not_finite_is_left_out():
             optim.step(optimizers, torch.tensor(finite))
             assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before)) is not finite
             assert all((p != old).any() for p, old in zip(model.parameters(), before)) is finite
+
+
+def test_a_gradient_that_overflows_stops_both_optimizers(place):
+    """As in float16: it halves the scale, and neither Muon nor AdamW moves a weight, though only one of them has it."""
+    config = train.TrainConfig(optimizer='muon', batch_size=2, block_size=8, micro_batch=2)
+    data = Data(str(place / 'data/tiny'))
+    for name in ('transformer.wte.weight', 'transformer.h.0.mlp.c_fc.weight'):
+        model = build('learned', vocab_size=data.vocab_size)
+        optimizers, scaler = optim.build(config, model, 'cpu'), torch.amp.GradScaler('cpu', init_scale=256.0)
+        before = [p.clone() for p in model.parameters()]
+        for overflow in (True, False):
+            hook = model.get_parameter(name).register_hook(lambda gradient: gradient * math.inf) if overflow else None
+            told = train.update(model, optimizers, scaler, config, data, 0, 0.1, 'cpu', device.autocast('cpu', 'float32'), [])
+            assert told[0].isfinite() and told[1].isfinite() == (not overflow) and scaler.get_scale() == 128.0
+            assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before)) is overflow
+            if hook:
+                hook.remove()
+
+
+def test_many_models_compile_in_one_process(monkeypatch):
+    """More than torch's own limit of eight: bench.py does so."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
+    for T in range(16, 26):
+        model = build('learned', block_size=T, n_layer=1)
+        assert device.compile_model(model, True, 2, 'cpu', device.autocast('cpu', 'float32'), 0)[1]
 
 
 @pytest.mark.parametrize('rows, columns', [(16, 16), (48, 16), (16, 64)])
