@@ -423,7 +423,7 @@ class GPT(nn.Module):
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training
         capacity = min(-(-(idx.size(1) + max_new_tokens) // 128) * 128, block_size)  # few shapes for few compilations
-        many = max(256, -(-capacity // 4)) if idx.is_cuda else capacity  # at most 4 graphs; keys weigh little beside a CPU's frozen weights
+        many = max(256, -(-capacity // 4)) if idx.is_cuda else capacity  # at most 4 graphs; on a CPU one
         fixed = None if step is None else many
         self.eval()
         try:

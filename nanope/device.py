@@ -125,9 +125,9 @@ def compile_model(model, compile, rows, device, autocast, seconds):
 def compile_step(model, device):
     """What a cached step computes, compiled, as generate() takes it. Nothing is tried here: an error comes with the second token.
 
-    CPU: weights are frozen into the graph in the layout that its matrix products like best. CUDA: the step is recorded and replayed."""
+    On CUDA the step is recorded as a graph and replayed."""
     torch._dynamo.config.recompile_limit = 64  # all models and lengths share this code; past the limit torch would go on in eager mode
-    options = {'freezing': True} if torch.device(device).type == 'cpu' else {'triton.cudagraphs': True, 'coordinate_descent_tuning': True}
+    options = {'triton.cudagraphs': True, 'coordinate_descent_tuning': True} if torch.device(device).type == 'cuda' else {}
     return torch.compile(lambda *args: model.logits(model.hidden(*args)), dynamic=False, options=options)
 
 
