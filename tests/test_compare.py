@@ -326,8 +326,8 @@ def test_plots_as_a_command(tmp_path, monkeypatch, capsys):
 
     for flag in ('-h', '--help'):
         assert call('nowhere', flag) == (0, 'usage: python -m nanope.plots out/a out/b ... [--to=loss.png]\n', '')
-    for args, what in (((), 'no folder'), (('nowhere',), 'nowhere'), (('.',), '.')):
-        assert call(*args) == (2, '', f'error: {what} holds no metrics.jsonl: python -m nanope.plots out/a out/b ...\n')
+    for args, what in (((), 'give run folders'), (('nowhere',), 'nowhere holds no metrics.jsonl'), (('.',), '. holds no metrics.jsonl')):
+        assert call(*args) == (2, '', f'error: {what}: python -m nanope.plots out/a out/b ...\n')
     (tmp_path / 'metrics.jsonl').write_text('{"event": "train", "step": 0, "loss": 4.2}\n')
     assert call('.')[1].startswith('wrote loss.png: ') and (tmp_path / 'loss.png').exists()
 
