@@ -65,6 +65,8 @@ def train_and_extend(config, files, paths):
     failed, tuned, methods = [], None, study.read_methods(config.extend, config.extend_to)
     if files:
         seeds, flags, wpes = range(1, config.seeds + 1), shlex.split(config.train), config.wpe.split(',')
+        if not paths:                                             # now, not after hours of training
+            study.check_methods(methods, wpes)
         if config.sweep:
             tuned = study.sweep(config.to, files, wpes, flags, *study.read_sweep(config.sweep))
         trained, failed = study.train_missing(config.to, files, wpes, seeds, flags, tuned)

@@ -201,10 +201,19 @@ def read_methods(text, factor):
     return methods
 
 
+def check_methods(methods, schemes):
+    """Raises ValueError where a method of read_methods() fits none of the schemes: it would be left out without a word."""
+    for name, _ in methods:
+        fitting = [wpe for wpe, names in EXTENSIONS.items() if name in names]
+        if not set(fitting) & set(schemes):
+            raise ValueError(f'--extend: {name} is for {", ".join(fitting)}; what is compared is {", ".join(dict.fromkeys(schemes))}')
+
+
 def extend_missing(to, runs, methods):
     """Extend every run by every method that fits its scheme, unless that is there. Returns (run folders, failed cells).
 
     runs: {run folder: its Checkpoint}. methods: [(name, times its context length)]."""
+    check_methods(methods, [found.state['config']['wpe'] for found in runs.values()])
     ledger, made, failed = open_ledger(to, {}), [], []
     os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
     for name, (run, found) in zip(run_names(list(runs)), runs.items()):
@@ -244,8 +253,12 @@ def tune_missing(to, runs, share):
                 'lr_decay_iters': updates, 'eval_interval': updates, 'checkpoint_interval': updates, 'allow_change': False,
                 'batch_size': max(round(settings['batch_size'] / longer), 1)}
         source = f'{read_json(os.path.join(found.path, "manifest.json"))["digest"]} {updates}'
+        wait_for(ours['out_dir'])
         entry = ledger['cells'].get(cell, {})
-        if not (finished(ours['out_dir']) and entry.get('source') == source):
+        if finished(ours['out_dir']) and entry.get('source') == source:
+            entry.update(state='done', exit=0)
+        else:
+            shutil.rmtree(ours['out_dir'], ignore_errors=True)    # what lies there is of other weights or for other updates
             args = [f'--{name}={value}' for name, value in {**settings, **ours, 'overwrite': True}.items() if name not in IDENTITY]
             run_cell(to, ledger, cell, 'train', args, source=source)
         code = ledger['cells'][cell]['exit']
@@ -254,4 +267,5 @@ def tune_missing(to, runs, share):
             failed.append({'run': ours['out_dir'], 'wpe': settings['wpe'], 'extension': extension, 'seed': settings['seed'], 'exit': code})
         else:
             tuned.append(ours['out_dir'])
+    write_json(os.path.join(to, 'ledger.json'), ledger)
     return tuned, failed

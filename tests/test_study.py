@@ -146,6 +146,35 @@ def test_extended_runs_are_tuned(place, quick):
     refused(compare(place, '--wpe=rope', '--extend=yarn', '--tune=2'), 'tune=2', '0 to 1')
 
 
+def test_a_tuning_that_was_killed(place, quick):
+    """What was tuned for another share does not count; a child left behind is waited for, and what it has done is not done again."""
+    cell, args = 'rope_1_yarn_16_tuned', ('--wpe=rope', '--extend=yarn')
+    assert compare(place, *args, '--tune=0.5').code == 0 and quick.count(cell) == 1
+    with mock.patch.object(study, 'run_script', mock.Mock(side_effect=study.Stopped)):
+        assert compare(place, *args, '--tune=1').code == study.EXIT_STOPPED
+    assert read(place, 'ledger')['cells'][cell]['state'] == 'stopped'
+    assert compare(place, *args, '--tune=1').code == 0 and quick.count(cell) == 2
+    assert json.loads((place / f'out/study/runs/{cell}/config.json').read_text())['max_iters'] == TINY['max_iters']
+    ledger = read(place, 'ledger')
+    ledger['cells'][cell] |= {'state': 'stopped', 'exit': None}  # as SIGKILL leaves it
+    (place / 'out/study/ledger.json').write_text(json.dumps(ledger))
+    locked = threading.Event()
+
+    def left_behind():
+        lock = lock_folder(place / f'out/study/runs/{cell}', 'trained')
+        locked.set()
+        time.sleep(0.4)
+        lock.release()
+
+    thread = threading.Thread(target=left_behind)
+    thread.start()
+    locked.wait()
+    done = compare(place, *args, '--tune=1')
+    thread.join()
+    assert done.code == 0 and 'waiting for it' in done.out and quick.count(cell) == 2
+    assert read(place, 'ledger')['cells'][cell]['state'] == 'done'
+
+
 def test_a_sweep_gives_each_scheme_its_own_best_value(place, quick):
     """Every scheme tries every value with seed 0; the seeds compared are others, trained with what was best."""
     done = compare(place, '--wpe=learned,rope', '--seeds=2', '--sweep=learning_rate=1e-6,0.02,1e-5')
@@ -324,6 +353,14 @@ def test_methods():
     for text, words in (('yarm', "'yarm' is no method"), ('yarn:x', "'x' is no number"), ('yarn:1', '1 times'), ('yarn:nan', 'nan times')):
         with pytest.raises(ValueError, match=words):
             study.read_methods(text, 2.0)
+
+
+def test_a_method_that_fits_no_scheme(place, quick):
+    """It would be left out without a word; with a config that is said before anything is trained."""
+    refused(compare(place, '--wpe=rope,none', '--extend=linear,hold'), '--extend', 'hold is for learned', 'rope, none')
+    assert quick == [] and compare(place, '--wpe=rope', '--extend=linear').code == 0
+    with contextlib.chdir(place), pytest.raises(ValueError, match='tile is for learned; what is compared is rope'):
+        script.main(['out/study/runs/rope_1', '--extend=tile', '--to=out/other'])
 
 
 def test_settings_that_cannot_be(place):
