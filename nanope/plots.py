@@ -43,8 +43,10 @@ def label_ends(axes, ends):
     bottom, top = axes.get_ylim()
     ends, gap = sorted(ends, key=lambda end: end[1]), 0.068 * (top - bottom)
     heights = [min(max(end[1], bottom), top) for end in ends]
+    ceiling = max(top, bottom + (len(ends) + 1) * gap)            # room above the axes is the title's, while there is enough beside them
     for _ in range(200):  # neighbours push each other apart until none touches, and off the axis below
         heights[:1] = [max(height, bottom + gap / 2) for height in heights[:1]]
+        heights[-1:] = [min(height, ceiling) for height in heights[-1:]]
         for low in range(len(ends) - 1):
             push = max(gap - (heights[low + 1] - heights[low]), 0) / 2
             heights[low], heights[low + 1] = heights[low] - push, heights[low + 1] + push
@@ -129,7 +131,7 @@ def draw_differences(axes, schemes, look):
             axes.plot(found['ci95'] or [found['mean']] * 2, [y, y], color=colour, linewidth=2)
             axes.plot(seeds, [y] * len(seeds), 'o', color=colour, alpha=0.4, markersize=4)
             axes.plot(found['mean'], y, 'D', color=colour, markersize=6)
-    axes.set_yticks(range(len(schemes)), [scheme['scheme'] for scheme in schemes], parse_math=False)
+    axes.set_yticks(range(len(schemes)), [scheme['scheme'] for scheme in schemes], parse_math=False, fontsize=min(10, 180 / len(schemes)))
     axes.set(xlabel='nats a token; left of the line is better', ylim=(len(schemes) - 0.4, -0.6))
     axes.axvline(0, color='#444444', linewidth=0.8)
     axes.grid(axis='y', visible=False)
@@ -171,7 +173,7 @@ def panels(report):
                 add(name, which, draw_by_length, heading, note, 'context', 'loss', base)
     if len(look) > 1:
         heading = f'Validation loss minus {report["reference"]}'
-        add('differences', look, draw_differences, heading, 'paired by seed; line: 95 % interval, dots: seeds')
+        add('differences', look, draw_differences, heading, 'line: 95 % interval, dots: seeds')
     if look[0][0]['retrieval']:
         note = 'share answered rightly; dotted: chance'
         add('retrieval', plain, draw_by_length, 'Key-value retrieval', note, 'retrieval', 'accuracy', base)
