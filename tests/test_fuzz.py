@@ -129,7 +129,15 @@ def test_damaged_checkpoint_files(here, data):
     whole = (NEWEST / name).read_bytes()
     content = data.draw(damaged(whole))
     (NEWEST / name).write_bytes(content)
-    assert checkpoint.load('out/a').step == (4 if content == whole else 2)
+    assert checkpoint.load('out/a').step == (4 if content == whole or name == 'manifest.json' and says_the_same(content, whole) else 2)
+
+
+def says_the_same(content, whole):
+    """Whether bytes are the same JSON, as with a space more."""
+    try:
+        return json.loads(content) == json.loads(whole)
+    except (ValueError, RecursionError):
+        return False
 
 
 @given(data=st.data())

@@ -385,7 +385,7 @@ def test_signal_while_compiling_for_real(place, straight):
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=120)[1]
     assert process.returncode == 75 and 'SIGTERM: saved at step 0;' in text, text
-    assert train(place, **HARD, init_from='resume').code == 0  # without compiling, which need not be waited for twice
+    assert train(place, **HARD, init_from='resume', compile='false').code == 0  # compiling need not be waited for twice
     assert_same_run(place, straight(**HARD))
 
 
