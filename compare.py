@@ -4,6 +4,7 @@ With a config file it trains first what is missing, a run a scheme and seed, and
 python compare.py config/shakespeare_learned.py --wpe=learned,rope --seeds=3 --extend=yarn,lowrank --to=out/study. Stopped or killed, the
 same command goes on. Prints tables and writes report.json, report.html and compare.png into --to.
 """
+import os
 import shlex
 import statistics
 import sys
@@ -134,6 +135,9 @@ def main(argv=None):
         rows = found.state['config']['block_size']
         if found.state['config']['wpe'] == 'learned' and length > rows:
             raise ValueError(f'--length={length} is beyond the learned table of {path}, which has {rows} rows')
+    if config.stride is not None and config.stride > length:
+        raise ValueError(f'--stride={config.stride} would leave targets out between windows of {length} tokens: at most {length}')
+    os.makedirs(config.to, exist_ok=True)                         # now, not after minutes of evaluating
     rows, windows, seconds = [], {}, Counter()
     for path, found in tqdm(runs.items(), 'evaluating', disable=None):
         row, windows[path], took = evaluate_run(path, found, data, length, config, device_name)

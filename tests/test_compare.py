@@ -178,6 +178,9 @@ def test_runs_that_are_no_runs(copy):
     refused(compare(copy, 'out/rope', 'out/learned'), 'out/learned/ckpt/step_00000006/model.safetensors has 0 bytes')
     for name in ('batch_size', 'eval_tokens'):
         refused(compare(copy, 'out/rope', f'--{name}=0'), f'{name}=0 must be at least 1')
+    refused(compare(copy, 'out/rope', '--length=4', '--stride=5'), '--stride=5', 'at most 4')
+    (copy / 'file').touch()
+    refused(compare(copy, 'out/rope', '--to=file'), "'file'")
     assert not (copy / 'out/compare').exists()
 
 
