@@ -52,9 +52,10 @@ class TrainConfig(GPTConfig):
     muon_weight_decay: float = 0.01
     max_iters: int = 1000               # updates
     learning_rate: float = 6e-4         # peak
-    min_lr: float | None = None         # at the end of the cosine; none = learning_rate/10
+    min_lr: float | None = None         # at the end of the decay; none = learning_rate/10
     warmup_iters: int = 100             # linear warm-up, updates
-    lr_decay_iters: int | None = None   # where the cosine ends; none = max_iters
+    lr_decay: Literal['cosine', 'linear'] = 'cosine'  # how the learning rate falls
+    lr_decay_iters: int | None = None   # where the decay ends; none = max_iters
     weight_decay: float = 0.1           # on matrices and embeddings
     beta1: float = 0.9
     beta2: float = 0.95
@@ -112,13 +113,14 @@ class TrainConfig(GPTConfig):
 
 
 def learning_rate_at(step, config):
-    """Linear warm-up to learning_rate, cosine to min_lr at lr_decay_iters, min_lr after it. Defined for every step and setting."""
+    """Linear warm-up to learning_rate, cosine or line to min_lr at lr_decay_iters, min_lr after it. Defined for every step and setting."""
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
     if step >= config.lr_decay_iters:
         return config.min_lr
     done = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
+    left = 1 - done if config.lr_decay == 'linear' else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr + left * (config.learning_rate - config.min_lr)
 
 
 def update(loss_of, optimizers, scaler, config, data, step, lr, device_name, autocast, caught):

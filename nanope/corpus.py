@@ -7,6 +7,8 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+from nanope.files import brief
+
 BATCH = 2**20  # characters that a batch has, at least (the last one excepted): work for a fraction of a second
 
 # The parquet files of sets on the hub, never code of theirs; the sizes are about those of their cards.
@@ -189,11 +191,6 @@ def check_parquet(file, column):
     if column not in schema.names or str(schema.field(column).type) not in ('string', 'large_string', 'string_view'):
         fields = {name: str(schema.field(name).type) for name in schema.names}
         raise ValueError(f'{file}: no column {column!r} of strings; columns: {fields} (see --text_column)')
-
-
-def brief(error):
-    """An exception in one short line."""
-    return f'{type(error).__name__}: {error}'.splitlines()[0][:200]
 
 
 READERS = {'.txt': read_text, '.jsonl': read_jsonl, '.parquet': read_parquet}

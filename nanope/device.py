@@ -8,6 +8,7 @@ import sys
 import torch
 
 from nanope import parallel
+from nanope.files import brief
 from nanope.loss import loss_function
 
 COMPILE_PAYS = 300  # seconds of training on a CPU from which on compiling saves more than it takes
@@ -36,7 +37,7 @@ def resolve_device(device):
             raise RuntimeError('only cpu, cuda and mps are known')
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f'device={device} cannot be used ({first_line(error)}); try --device=cpu') from None
+        raise ValueError(f'device={device} cannot be used ({brief(error)}); try --device=cpu') from None
     return device, 'as asked'
 
 
@@ -52,10 +53,6 @@ def place(device, reason):
         raise ValueError(f'{what}: start one process a GPU with --device=cuda, or use --device=cpu')
     torch.cuda.set_device(mine)
     return mine, f'a GPU for each of {parallel.world} processes'
-
-
-def first_line(error):
-    return str(error).strip().partition('\n')[0]
 
 
 def resolve_dtype(dtype, device, n_embd):
@@ -100,7 +97,7 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     wanted, reason = resolve_compile(compile, device, seconds)
     if not wanted:
         return loss_function(model, False, rows, device), False, reason
-    torch._dynamo.config.recompile_limit = 64  # all models and shapes of a process share the code of forward()
+    allow_many_graphs()
     try:
         sharded = any(map(parallel.is_sharded, model.parameters()))
         loss_of = parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device)
@@ -112,7 +109,7 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     except torch.OutOfMemoryError:  # not the compiler's fault, and worse without it
         raise
     except Exception as error:  # whatever the compiler's many parts may raise
-        what = f'torch.compile failed ({type(error).__name__}: {first_line(error)})'
+        what = f'torch.compile failed ({brief(error)})'
         if compile is True:
             raise ValueError(f'{what}; --compile=false trains without it') from error
         print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
@@ -122,13 +119,27 @@ def compile_model(model, compile, rows, device, autocast, seconds):
         model.zero_grad(set_to_none=True)
 
 
+def allow_many_graphs():
+    """All models and shapes of a process share the code of forward(): past torch's limit of 8 graphs it would silently go on in eager mode."""
+    torch._dynamo.config.recompile_limit = 64
+
+
 def compile_step(model, device):
     """What a cached step computes, compiled, as generate() takes it. Nothing is tried here: an error comes with the second token.
 
-    On CUDA the step is recorded as a graph and replayed."""
-    torch._dynamo.config.recompile_limit = 64  # all models and lengths share this code; past the limit torch would go on in eager mode
+    On CUDA the step is recorded as a graph and replayed. On a CPU weights in bfloat16 are frozen: laid out once as its products like them
+    best, so that a later change of them has no effect. In float32 that was measured to gain nothing."""
+    allow_many_graphs()
     options = {'triton.cudagraphs': True, 'coordinate_descent_tuning': True} if torch.device(device).type == 'cuda' else {}
-    return torch.compile(lambda *args: model.logits(model.hidden(*args)), dynamic=False, options=options)
+    step = torch.compile(lambda *args: model.logits(model.hidden(*args)), dynamic=False, options=options)
+    if torch.device(device).type != 'cpu' or model.lm_head.weight.dtype != torch.bfloat16:
+        return step
+    import torch._inductor.config as inductor
+
+    def frozen(*args):
+        with inductor.patch(freezing=True):  # an option of torch.compile() comes too late for it
+            return step(*args)
+    return frozen
 
 
 def for_sampling():

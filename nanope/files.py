@@ -45,6 +45,11 @@ def owner(lock_file):
         return ''
 
 
+def brief(error):
+    """An exception in one short line, without the pages that a compiler or a server adds."""
+    return f'{type(error).__name__}: {str(error).strip()}'.partition('\n')[0][:200]
+
+
 def sync(path):
     """Ask the system to put a file, or the entries of a folder, on the disk."""
     if os.path.isdir(path) and os.name == 'nt':

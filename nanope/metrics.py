@@ -4,7 +4,7 @@ import os
 import statistics
 import sys
 
-from nanope.files import naming, read_json
+from nanope.files import brief, naming, read_json
 
 
 def append(run, record):
@@ -76,10 +76,6 @@ def spikes(losses):
     return found
 
 
-def first_line(error):
-    return str(error).strip().partition('\n')[0]
-
-
 def start_wandb(mode, project, run, config):
     """Mirror metrics to Weights & Biases: returns a function (method, *values) that calls the wandb run where there is one.
 
@@ -92,7 +88,7 @@ def start_wandb(mode, project, run, config):
                 getattr(each, method)(*values)
         except Exception as error:
             runs.clear()
-            print(f'warning: wandb: {first_line(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+            print(f'warning: wandb: {brief(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
 
     if mode != 'off':
         if mode == 'offline':
@@ -103,5 +99,5 @@ def start_wandb(mode, project, run, config):
             runs.append(wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config,
                                    settings=limits))
         except Exception as error:
-            print(f'warning: no wandb: {first_line(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
+            print(f'warning: no wandb: {brief(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
     return call

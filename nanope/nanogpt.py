@@ -14,7 +14,7 @@ import torch
 from model import GPTConfig
 from nanope import corpus, writer
 from nanope.configurator import restore
-from nanope.files import lock_folder, read_json
+from nanope.files import brief, lock_folder, read_json
 from nanope.layouts import FREE
 from nanope.tokenizer import CharTokenizer, GPT2Tokenizer
 
@@ -28,7 +28,7 @@ def read(folder):
         saved = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except Exception as error:  # torch raises what its unpickler does
         raise ValueError(f'{path} holds more than weights and plain values, or is damaged; nothing in it was run '
-                         f'({corpus.brief(error)})') from None
+                         f'({brief(error)})') from None
     args, weights = (saved.get(name) if isinstance(saved, dict) else None for name in ('model_args', 'model'))
     if not isinstance(args, dict) or not isinstance(weights, dict) or not all(
             isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in weights.items()):

@@ -74,7 +74,7 @@ def step(optimizers, finite):
     """Update the parameters if `finite` (bool tensor, on their device) says so, else leave them as they are.
 
     Fused AdamW looks at it on the device, so that the CPU need not wait for the GPU; others have to ask."""
-    sharded = any(map(parallel.is_sharded, parameters(optimizers)))
+    sharded = parallel.is_sharded(parameters(optimizers)[0])  # all are, or none
     for optimizer in optimizers:
         if optimizer.defaults.get('fused') and not sharded:
             optimizer.found_inf = (~finite).float()               # what a GradScaler would tell it

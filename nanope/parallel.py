@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nanope.files import brief
+
 rank, world = 0, 1                # of this process, and how many there are
 PATIENCE = timedelta(minutes=30)  # with a process that is saving, compiling or drawing; one that has died is noticed at once
 
@@ -43,8 +45,7 @@ def all_there():
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().partition('\n')[0]
-        raise ConnectionError(f'rank {rank} has lost another of the {world} processes: it was killed or failed ({reason:.160}). The last '
+        raise ConnectionError(f'rank {rank} has lost another of the {world} processes: it was killed or failed ({brief(error)}). The last '
                               'checkpoint is whole: go on with the same command and --init_from=resume') from None
 
 

@@ -68,9 +68,9 @@ def records(place, *events):
 
 # ---- learning rate ------------------------------------------------------------------------------------------------------------------
 
-def rate(step, learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=12):
+def rate(step, learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=12, lr_decay='cosine'):
     return script.learning_rate_at(step, types.SimpleNamespace(learning_rate=learning_rate, min_lr=min_lr, warmup_iters=warmup_iters,
-                                                               lr_decay_iters=lr_decay_iters))
+                                                               lr_decay_iters=lr_decay_iters, lr_decay=lr_decay))
 
 
 @pytest.mark.parametrize('step, expected', [
@@ -82,15 +82,20 @@ def test_learning_rate_closed_form(step, expected):
     assert rate(step) == pytest.approx(expected)
 
 
-@given(step=st.integers(0, 60), warmup=st.integers(0, 50), decay=st.integers(1, 50), peak=st.floats(0, 10), low=st.floats(0, 10))
-def test_learning_rate_is_defined_everywhere(step, warmup, decay, peak, low):
+@pytest.mark.parametrize('step, expected', [(3, 4 / 5), (4, 1.0), (6, 0.775), (8, 0.55), (10, 0.325), (12, 0.1), (1000, 0.1)])
+def test_learning_rate_on_a_line(step, expected):
+    assert rate(step, lr_decay='linear') == pytest.approx(expected)
+
+
+@given(kind=st.sampled_from(['cosine', 'linear']), step=st.integers(0, 60), warmup=st.integers(0, 50), decay=st.integers(1, 50), peak=st.floats(0, 10), low=st.floats(0, 10))
+def test_learning_rate_is_defined_everywhere(kind, step, warmup, decay, peak, low):
     """Warm-up of none or beyond the end, decay shorter than the run, min_lr above the peak: a rate between 0 and the larger one."""
-    value = rate(step, peak, low, warmup, decay)
+    value = rate(step, peak, low, warmup, decay, kind)
     assert 0 <= value <= max(peak, low) * (1 + 1e-12)
     if step >= max(warmup, decay):
         assert value == low
     if warmup <= step < decay and low <= peak:
-        assert rate(step + 1, peak, low, warmup, decay) <= value * (1 + 1e-12)
+        assert rate(step + 1, peak, low, warmup, decay, kind) <= value * (1 + 1e-12)
 
 
 # ---- a run and its traces -----------------------------------------------------------------------------------------------------------
