@@ -108,6 +108,16 @@ FAULTS = [
      'test_parallel.py::test_from_one_process_to_two_and_back'),
     ('machines that see different files', 'an older checkpoint in the folder of one', 'refused before the first update',
      'test_parallel.py::test_machines_with_different_files'),
+    ('two processes that shard (FSDP2)', 'forks; torchrun, compiled; every scheme; from another run, with other settings',
+     'losses and checkpoints of one process, to rounding; half of everything in each',
+     'test_shard.py::test_sharded_run_is_one_process test_shard.py::test_each_scheme test_shard.py::test_with_other_settings '
+     'test_shard.py::test_started_from_another_run test_shard.py::test_torchrun_compiled'),
+    ('sharded: stopped and resumed', 'dropout, 2 micro-batches', 'every loss and weight the same bits as never stopped',
+     'test_shard.py::test_resumed_sharded_has_the_same_bits'),
+    ('one process, then two that shard, two that do not, one', 'resumed', 'one run, losses to rounding; warned',
+     'test_shard.py::test_there_and_back'),
+    ('sharded: nan in a weight that one process holds', 'after an update', 'both exit 65; nothing of it saved',
+     'test_shard.py::test_not_finite_in_one_part'),
     ('odd checkpoints', 'random bytes and values, also with matching digests', 'a result or one clear error',
      'test_fuzz.py::test_damaged_checkpoint_files test_fuzz.py::test_hostile_checkpoint_files'),
     ('odd data', 'random bytes and values in meta.json and .bin', 'a result or one clear error',
@@ -146,6 +156,12 @@ def pytest_runtest_logreport(report):
         outcomes[name_of(report.nodeid)].append((report.passed, properties.get('tries', 1), properties.get('result')))
 
 
+def gpus():
+    """What torch finds: 'no GPU', '2 GPUs (NVIDIA H200)'."""
+    n = torch.cuda.device_count()
+    return f'{n} GPU{"s" * (n > 1)} ({torch.cuda.get_device_name(0)})' if n else 'no GPU'
+
+
 def row(fault, how, expected, tests):
     cases = [case for test in tests.split() for case in outcomes[test]]
     failed, notes = sum(not passed for passed, *_ in cases), '; '.join(note for *_, note in cases if note)
@@ -161,7 +177,7 @@ def pytest_sessionfinish():
     PAGE.write_text(f"""# Reliability: what was broken on purpose, and what happened
 
 Written by `make reliability` (torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()},
-{os.cpu_count()} CPU cores, no GPU); the list of faults and the tests behind them are in `tests/reliability.py`. A try is one fault
+{os.cpu_count()} CPU cores, {gpus()}); the list of faults and the tests behind them are in `tests/reliability.py`. A try is one fault
 injected.
 
 | fault | how injected | tries | result |
@@ -185,6 +201,7 @@ Each of these is recorded in the `environment` of a checkpoint's manifest.json, 
 Token files above 256 MB are not hashed when they are opened: there a changed file of the same size is found only where a batch holds an id
 outside the vocabulary.
 
-Not tried, for want of GPUs: NCCL. A killed process may leave the others waiting inside a GPU kernel; then torchrun ends them after 30
-seconds, with its own report instead of our line. torchrun itself exits with 1 whatever the processes' own code was, which its report shows.
+Not tried, since none of these tests uses a GPU: NCCL. A killed process may leave the others waiting inside a GPU kernel; then torchrun
+ends them after 30 seconds, with its own report instead of our line. torchrun itself exits with 1 whatever the processes' own code was,
+which its report shows.
 """, encoding='utf-8')
