@@ -1,4 +1,5 @@
 """What train.py does with a run folder: start a run in it, go on with the one it holds, or refuse; save; say why a run crashed."""
+import contextlib
 import os
 import shutil
 import sys
@@ -117,6 +118,9 @@ def resume(found, config, data, model, optimizers, scaler, names, environment):
         checkpoint.load_optimizer(optimizers, moments, names, found.path)
     if found.state.get('scaler'):  # empty where the run did not scale: then a new scaler finds its scale
         scaler.load_state_dict(found.state['scaler'])
+    if parallel.rank == 0:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(config.out_dir, 'crash.json'))  # it tells how the last attempt ended, and this is another one
     print(f'resuming {config.out_dir} at step {found.step}')
     return found.step
 

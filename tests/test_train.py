@@ -670,7 +670,10 @@ def test_not_finite_stops_before_the_update(place, monkeypatch, poison, value, s
     assert step not in losses(place) and checkpoint.steps(place / 'out/a') == ([2] if step else [])
     if step:
         monkeypatch.undo()
+        assert train(place, gradient_accumulation_steps=4, batch_size=1, init_from='resume', beta1=0.5).code == 2
+        assert (place / 'out/a/crash.json').exists()  # refused, so that the crash is still the last that happened
         assert train(place, gradient_accumulation_steps=4, batch_size=1, init_from='resume').code == 0
+        assert not (place / 'out/a/crash.json').exists()
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
