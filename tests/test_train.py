@@ -1,12 +1,14 @@
 """The training loop: what it computes, that stop and resume changes no bit, and how it ends when something goes wrong."""
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 from dataclasses import fields
@@ -804,26 +806,35 @@ def test_compiled_trains_alike(place):
 
 # ---- wandb, matplotlib --------------------------------------------------------------------------------------------------------------
 
-def fake_wandb(seen, fails=None):
+def fail_or_hang(name, how):
+    """As a broken wandb may: an error, the end of Python, or no answer until the tests are over."""
+    if how == 'hangs':
+        threading.Event().wait()
+    raise {'fails': ConnectionError, 'exits': SystemExit}[how](f'{name} failed')
+
+
+def fake_wandb(seen, fails=None, how='fails'):
     def method(name):
         def call(*args):
             if name == fails:
-                raise ConnectionError(f'{name} failed')
+                fail_or_hang(name, how)
             seen.append((name, *args))
         return call
     return types.SimpleNamespace(log=method('log'), finish=method('finish'))
 
 
-@pytest.mark.parametrize('fails', ['import', 'init', 'log', 'finish'])
-def test_wandb_that_fails(place, straight, monkeypatch, fails):
-    """Warned once; the losses and metrics.jsonl are those of a run without it."""
+@pytest.mark.parametrize('fails, how', [('import', ''), *itertools.product(['init', 'log', 'finish'], ['fails', 'hangs', 'exits'])])
+def test_wandb_that_fails(place, straight, monkeypatch, fails, how):
+    """Warned once, waited for once; the losses and metrics.jsonl are those of a run without it."""
     def init(**_):
         if fails == 'init':
-            raise ConnectionError('init failed')
-        return fake_wandb([], fails)
+            fail_or_hang('init', how)
+        return fake_wandb([], fails, how)
+    monkeypatch.setattr(metrics, 'LIMITS', dict.fromkeys(metrics.LIMITS, 0.5))
     monkeypatch.setitem(sys.modules, 'wandb', None if fails == 'import' else types.SimpleNamespace(init=init, Settings=dict))
     done = train(place, wandb='online')
     assert done.code == 0 and done.text.count('warning: ') == 1 and 'wandb' in done.text
+    assert ('no answer within 0.5 seconds' in done.text) == (how == 'hangs')
     assert_same_run(place, straight())
 
 
