@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from nanope import checkpoint, metrics, parallel
-from nanope.files import sync, write_json
+from nanope.files import read_json, sync, write_json
 
 EXIT_NONFINITE = 65
 IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
@@ -34,7 +34,8 @@ def find_start(config, tokenizer):
         check_resume(config, found.state['config'])
         return found, None
     used = held or any(os.path.exists(os.path.join(config.out_dir, name)) for name in WRITTEN)
-    if used and not (config.overwrite or config.init_from == 'auto' or config.lr_range and not held):  # of a range test nothing is lost
+    again = not held and (config.init_from == 'auto' or config.lr_range) and is_repetition(config)
+    if used and not (config.overwrite or again):
         go_on = 'go on with --init_from=resume, ' if held else ''  # it may have ended before its first checkpoint
         raise ValueError(f'{config.out_dir} already holds a run: {go_on}start anew with --overwrite=true, or give another --out_dir')
     if config.init_from in ('scratch', 'auto'):
@@ -49,6 +50,20 @@ def find_start(config, tokenizer):
     if found.weights is not None:
         fit(config, found)
     return None, found
+
+
+def is_repetition(config):
+    """Whether what the folder holds comes again when `config` is started in it: the same run, which saved nothing yet, or a range test."""
+    there = [name for name in WRITTEN if os.path.isfile(path := os.path.join(config.out_dir, name)) and os.path.getsize(path)]
+    if not there + checkpoint.names(config.out_dir):
+        return True
+    try:
+        saved = read_json(os.path.join(config.out_dir, 'config.json'))
+    except (OSError, ValueError):
+        return False
+    if config.lr_range:
+        return bool(saved.get('lr_range'))
+    return all(name in saved and saved[name] == value for name, value in asdict(config).items() if name not in FREE)
 
 
 def adopt(config, found):

@@ -56,6 +56,9 @@ FAULTS = [
      'test_train.py::test_other_environment_is_told'),
     ('two runs in one folder', 'started while the first trains; after its SIGKILL', 'refused at once; then free',
      'test_train.py::test_second_process_in_one_folder test_train.py::test_folder_trained_meanwhile'),
+    ("another's files in the run folder", 'of the names that a run writes; left by a run with other settings',
+     'refused, also by --init_from=auto; nothing is deleted', 'test_train.py::test_what_others_put_into_the_folder_stays '
+     'test_train.py::test_auto_deletes_nothing_that_is_not_of_this_run test_monitor.py::test_range_test_deletes_no_run'),
     ('numbers that are not finite', 'nan and inf in a weight, a gradient, one micro-batch of four; in the weights before a save',
      'exit 65 before the update; the last good checkpoint stays',
      'test_train.py::test_not_finite_stops_before_the_update test_train.py::test_weights_that_are_not_finite_are_not_saved'),

@@ -600,6 +600,51 @@ def test_what_others_put_into_the_folder_stays(place, name):
     assert name != 'ckpt/mine.pt' or (place / 'out/a' / name).read_text() == 'mine'
 
 
+OTHERS = {
+    'metrics of something else': lambda run: [(run / 'config.json').unlink(), (run / 'metrics.jsonl').write_text('mine')],
+    'config of something else': lambda run: (run / 'config.json').write_text('{"n_layer": 12}'),
+    'config that is none': lambda run: (run / 'config.json').write_text('mine'),
+    'picture': lambda run: [path.unlink() for path in run.glob('*.json*')],
+    'another run': lambda run: rewrite_config(run, wpe='rope'),
+    'another seed': lambda run: rewrite_config(run, seed=1),
+}
+
+
+def rewrite_config(run, **settings):
+    path = run / 'config.json'
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@pytest.mark.parametrize('case', OTHERS)
+def test_auto_deletes_nothing_that_is_not_of_this_run(place, straight, case):
+    """Without a checkpoint auto starts anew only where that repeats what lies there: the records of the very same run."""
+    copy_of(straight(), place)
+    shutil.rmtree(place / 'out/a/ckpt')
+    (place / 'out/a/loss.png').write_text('mine')
+    OTHERS[case](place / 'out/a')
+    before = {path: path.read_bytes() for path in (place / 'out').rglob('*') if path.is_file()}
+    done = train(place, init_from='auto')
+    assert done.code == 2 and 'error: out/a already holds a run: start anew with --overwrite=true, or give' in done.text
+    assert done.text.count('\n') == 1 and before == {path: path.read_bytes() for path in (place / 'out').rglob('*') if path.is_file()}
+    assert train(place, init_from='auto', overwrite='true').code == 0
+    assert_same_run(place, straight())
+
+
+@pytest.mark.parametrize('left', [[], ['metrics.jsonl'], ['metrics.jsonl', 'config.json', 'crash.json']], ids=str)
+def test_auto_starts_anew_what_saved_nothing(place, straight, left):
+    """Wherever the same run had ended before its first checkpoint, also with settings that change nothing of it."""
+    assert train(place, max_iters=1, checkpoint_interval=5).code == 0
+    shutil.rmtree(place / 'out/a/ckpt')
+    (place / 'out/a/loss.png').unlink(missing_ok=True), (place / 'out/a/crash.json').write_text('{"step": 1}')
+    for name in {path.name for path in (place / 'out/a').iterdir()} - set(left):
+        (place / 'out/a' / name).unlink()
+    if left == ['metrics.jsonl']:
+        os.truncate(place / 'out/a/metrics.jsonl', 0)  # killed before config.json was written
+    assert train(place, init_from='auto', eval_interval=2).code == 0
+    assert_same_run(place, straight())
+    assert not (place / 'out/a/crash.json').exists()
+
+
 @needs_fork
 def test_disk_full_names_the_file(place):
     """Also where it is no checkpoint that has no room: the error of the system does not say which file it is about."""
