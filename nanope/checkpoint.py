@@ -70,6 +70,9 @@ def save(run, step, model, optim, state, environment):
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed save of the same step
     try:
         os.makedirs(temporary)
+        for folder in (run, os.path.dirname(os.path.abspath(run))):  # where run and ckpt may be new names
+            if os.access(folder, os.R_OK):
+                sync(folder)
         for name, tensors in (('model', model), ('optim', optim)):
             path = os.path.join(temporary, f'{name}.safetensors')
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)

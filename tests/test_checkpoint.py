@@ -88,6 +88,20 @@ def n_calls(tmp_path):
     return len(made)
 
 
+@pytest.mark.skipif(not os.path.exists('/proc/self/fd'), reason='reads /proc')
+def test_every_name_is_on_the_disk_before_a_save_is_done(tmp_path, monkeypatch):
+    """A power cut takes what was not flushed: each file before it is renamed, and each folder in which a name is new."""
+    done, rename = [], os.rename
+    monkeypatch.setattr(os, 'fsync', lambda handle: done.append(os.path.relpath(os.readlink(f'/proc/self/fd/{handle}'), tmp_path)))
+    monkeypatch.setattr(os, 'rename', lambda old, new: (done.append('rename'), rename(old, new)))
+    save(tmp_path / 'out/run', 1)
+    before, after = done[:done.index('rename')], done[done.index('rename') + 1:]
+    temporary = 'out/run/ckpt/.tmp-step_00000001'
+    written = [name if name in ('model.safetensors', 'optim.safetensors') else f'{name}.tmp' for name in ALL]
+    assert {'out', 'out/run', *(f'{temporary}/{name}' for name in written)} <= set(before) and before[-1] == temporary
+    assert after == ['out/run/ckpt']
+
+
 def full():
     raise OSError(28, 'No space left on device')
 
