@@ -22,6 +22,8 @@ FAULTS = [
     ('SIGTERM before the first update, in an evaluation, in a save', 'sent right before the call',
      'what was done is saved, exit 75, resumed to the same bits',
      'test_train.py::test_signal_at_other_moments'),
+    ('SIGTERM with every scheme and optimizer', 'in an update, an evaluation and a save of one run; then stopped cleanly',
+     'resumed each time, to the same bits', 'test_train.py::test_signals_with_every_scheme_and_optimizer'),
     ('SIGTERM while compiling', 'a process with torch.compile, 1.5 s after its start',
      'saved before the first update, exit 75, resumed to the same bits',
      'test_train.py::test_signal_while_compiling_for_real'),
@@ -52,8 +54,8 @@ FAULTS = [
      'test_checkpoint.py::test_newer_format test_checkpoint.py::test_weights_that_do_not_fit '
      'test_checkpoint.py::test_optimizer_state_that_does_not_fit test_train.py::test_another_model_is_refused '
      'test_train.py::test_change_of_course_needs_leave'),
-    ('another machine, thread count or number format on resume', 'another setting', 'recorded and warned about',
-     'test_train.py::test_other_environment_is_told'),
+    ('another machine, thread count, version or number format on resume', 'another setting; what the system says replaced',
+     'recorded and warned about', 'test_train.py::test_other_environment_is_told test_train.py::test_other_machine_is_told'),
     ('two runs in one folder', 'started while the first trains; after its SIGKILL', 'refused at once; then free',
      'test_train.py::test_second_process_in_one_folder test_train.py::test_folder_trained_meanwhile'),
     ("another's files in the run folder", 'of the names that a run writes; left by a run with other settings',

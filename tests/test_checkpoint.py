@@ -56,6 +56,13 @@ def test_round_trip(run):
     assert save(run, 2) == found.path and digests == {name: files.sha256(f'{found.path}/{name}') for name in ALL}
 
 
+def test_the_latest_is_so_by_its_step(run):
+    """Not by the time of its files, which a copy changes."""
+    for name in ('', *ALL):
+        os.utime(f'run/ckpt/step_00000002/{name}', (1, 1))
+    assert is_step(checkpoint.load(run), 2)
+
+
 @pytest.mark.parametrize('step', [3, 'best'])
 def test_what_is_not_there(run, step):
     """The steps that do exist are listed."""

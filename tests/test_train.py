@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -346,6 +347,30 @@ def test_signal_at_other_moments(place, straight, monkeypatch, moment):
     assert_same_run(place, straight(**HARD))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('wpe', SCHEMES)
+def test_signals_with_every_scheme_and_optimizer(place, straight, wpe, optimizer):
+    """One run, stopped in an update, in an evaluation, in a save and cleanly, has the bits and records of one that was left alone."""
+    settings, how = dict(HARD, wpe=wpe, optimizer=optimizer), {}
+    for module, name, call in ((script, 'update', 2), (script, 'evaluate', 1), (checkpoint, 'save', 1)):
+        calls, original = [], getattr(module, name)
+
+        def interrupted(*args, calls=calls, call=call, original=original, **kwargs):
+            calls.append(1)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*args, **kwargs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, interrupted)
+            assert train(place, **settings, **how).code == 75
+        how = dict(init_from='resume')
+        scramble()
+    assert train(place, **settings, **how, max_iters=5).code == 0 and train(place, **settings, **how).code == 0
+    reference = straight(**settings)
+    assert losses(place) == losses(reference) and weights(place, 6) == weights(reference, 6)
+
+
 @needs_fork
 @pytest.mark.parametrize('second', [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once(place, straight, monkeypatch, second):
@@ -393,11 +418,13 @@ def test_signal_while_compiling_for_real(place, straight):
 
 @needs_fork
 @pytest.mark.slow
-def test_sigkill_at_random_moments(place, straight, record_property):
+@pytest.mark.parametrize('wpe, optimizer, times', [('learned', 'adamw', 20), ('learned', 'muon', 20),
+                                                   *((wpe, 'adamw', 6) for wpe in SCHEMES[1:])])
+def test_sigkill_at_random_moments(place, straight, record_property, wpe, optimizer, times):
     """SIGKILL, one time in two inside a save: every time the run goes on from a whole checkpoint, and ends in the same bits."""
-    settings = dict(HARD, max_iters=120, lr_decay_iters=120, checkpoint_interval=1, eval_interval=5)
+    settings = dict(HARD, wpe=wpe, optimizer=optimizer, max_iters=120, lr_decay_iters=120, checkpoint_interval=1, eval_interval=5)
     random, kills, original = np.random.default_rng(5), 0, os.fsync
-    while kills < 20:
+    while kills < times:
         fatal, calls = int(random.integers(1, 60)), []
 
         def fsync(handle):
@@ -478,6 +505,18 @@ def test_other_environment_is_told(place, straight, settings, told):
     assert done.code == 0 and f'warning: {told}: same batches, but not the same bits' in done.text
     name = next(iter(settings))
     assert checkpoint.load(place / 'out/a').environment[name] == settings[name]  # recorded
+
+
+@pytest.mark.parametrize('name, module, attribute, value', [
+    ('device_name', device, 'cpu_name', lambda: 'another CPU'), ('python', platform, 'python_version', lambda: '9.9'),
+    ('torch', torch, '__version__', torch.torch_version.TorchVersion('9.9.9')), ('numpy', np, '__version__', '9.9')])
+def test_other_machine_is_told(place, straight, monkeypatch, name, module, attribute, value):
+    """Another processor or version may round otherwise: a warning, and the checkpoint says where it was made."""
+    copy_of(straight(), place)
+    monkeypatch.setattr(module, attribute, value)
+    done = train(place, init_from='resume', max_iters=7)
+    assert done.code == 0 and done.text.count('warning: ') == 1 and f'warning: {name} was ' in done.text
+    assert checkpoint.load(place / 'out/a').environment[name] == (value() if callable(value) else value)
 
 
 @pytest.mark.parametrize('init_scale', [2.0**16, 2.0**40])
