@@ -122,8 +122,9 @@ FAULTS = [
      'losses and checkpoints of one process, to rounding; half of everything in each',
      'test_shard.py::test_sharded_run_is_one_process test_shard.py::test_each_scheme test_shard.py::test_with_other_settings '
      'test_shard.py::test_started_from_another_run test_shard.py::test_torchrun_compiled'),
-    ('sharded: stopped and resumed', 'dropout, 2 micro-batches', 'every loss and weight the same bits as never stopped',
-     'test_shard.py::test_resumed_sharded_has_the_same_bits'),
+    ('sharded: stopped and resumed', 'dropout, 2 micro-batches; cleanly, or by SIGTERM to one in an update or an evaluation',
+     'every loss and weight the same bits as never stopped',
+     'test_shard.py::test_resumed_sharded_has_the_same_bits test_shard.py::test_sigterm_to_one_that_shares'),
     ('one process, then two that shard, two that do not, one', 'resumed', 'one run, losses to rounding; warned',
      'test_shard.py::test_there_and_back'),
     ('sharded: nan in a weight that one process holds', 'after an update', 'both exit 65; nothing of it saved',
