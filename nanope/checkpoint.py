@@ -250,26 +250,6 @@ def load_weights(model, tensors, where):
         parameter.copy_(parallel.like(tensors[name], parameter))
 
 
-def optimizer_tensors(optimizers, names):
-    """The optimizers' state as a flat dict: 'exp_avg.<parameter>' and so on. names: parameter -> its name."""
-    return {f'{key}.{names[p]}': tensor for optimizer in optimizers
-            for p, state in optimizer.state.items() for key, tensor in state.items()}
-
-
-def load_optimizer(optimizers, tensors, names, where):
-    """Put back what optimizer_tensors gave: all or, where names or shapes differ, nothing and one ValueError."""
-    owners = [(p, optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group['params']]
-    moments = {p: ('momentum_buffer',) if isinstance(optimizer, torch.optim.Muon) else ('exp_avg', 'exp_avg_sq') for p, optimizer in owners}
-    shapes = {f'{key}.{names[p]}': p.shape for p in moments for key in moments[p]}
-    counts = {f'step.{names[p]}': torch.Size() for p, keys in moments.items() if 'exp_avg' in keys}
-    check_fit(shapes | counts, tensors, where)
-    for p, optimizer in owners:
-        optimizer.state[p] = {key: parallel.like(tensors[f'{key}.{names[p]}'], p) for key in moments[p]}
-        if 'exp_avg' in moments[p]:
-            step = tensors[f'step.{names[p]}']  # AdamW counts on the CPU unless it is fused
-            optimizer.state[p]['step'] = step.to(p.device) if optimizer.defaults['fused'] else step
-
-
 def load_model(run, step='latest', device='cpu'):
     """(model, tokenizer, checkpoint) of a run folder, ready for inference. Everything comes from the checkpoint."""
     checkpoint = load(run, step)

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from torch.nn import functional as F
 
 from model import GPTConfig
-from nanope import checkpoint, metrics, parallel
+from nanope import checkpoint, metrics, optim, parallel
 from nanope.files import read_json, sync, write_json
 
 EXIT_NONFINITE = 65
@@ -130,7 +130,7 @@ def resume(found, config, data, model, optimizers, scaler, names, environment):
     checkpoint.load_weights(model, found.tensors('model'), found.path)
     moments = found.tensors('optim')
     if moments:  # there are none before the first update
-        checkpoint.load_optimizer(optimizers, moments, names, found.path)
+        optim.load_tensors(optimizers, moments, names, found.path)
     if found.state.get('scaler'):  # empty where the run did not scale: then a new scaler finds its scale
         scaler.load_state_dict(found.state['scaler'])
     if parallel.rank == 0:
@@ -155,7 +155,7 @@ def crash(config, step, **facts):
 def save(config, step, model, optimizers, scaler, names, data, environment, origin):
     """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. All ranks take part."""
     weights = parallel.whole_dict(dict(model.named_parameters()))
-    moments = parallel.whole_dict(checkpoint.optimizer_tensors(optimizers, names))
+    moments = parallel.whole_dict(optim.tensors(optimizers, names))
     if parallel.rank:
         return
     try:

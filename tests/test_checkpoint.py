@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nanope import checkpoint, files
+from nanope import checkpoint, files, optim
 from runs import fork_train, train, wait, weights
 from small import build
 
@@ -302,12 +302,12 @@ def test_optimizer_state_that_does_not_fit(trained, case):
     """The same for the optimizer: a misfit would show only in the first update, half applied."""
     change, messages = MISFITS[case]
     model, optimizer, names = trained
-    state = {name: tensor.clone() for name, tensor in checkpoint.optimizer_tensors([optimizer], names).items()}
+    state = {name: tensor.clone() for name, tensor in optim.tensors([optimizer], names).items()}
     state = {name: state[name] for name in sorted(state)}  # a moment comes first, not a step, which has no shape to change
     change(state)
     fresh = torch.optim.AdamW(model.optimizer_groups(0.1), fused=True)
     with pytest.raises(ValueError) as error:
-        checkpoint.load_optimizer([fresh], state, names, 'run/ckpt/x')
+        optim.load_tensors([fresh], state, names, 'run/ckpt/x')
     assert str(error.value).startswith('run/ckpt/x does not fit the model: ') and all(each in str(error.value) for each in messages)
     assert not fresh.state
 
@@ -316,12 +316,12 @@ def test_optimizer_state_that_does_not_fit(trained, case):
 def test_optimizer_round_trip(trained, tmp_path, fused):
     """After save and load, the next update changes every weight to the same bits as without."""
     model, optimizer, names = trained
-    path = checkpoint.save(tmp_path, 1, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors([optimizer], names), STATE, {})
+    path = checkpoint.save(tmp_path, 1, {name: p for p, name in names.items()}, optim.tensors([optimizer], names), STATE, {})
     other = build('learned', std=None)
     checkpoint.load_weights(other, checkpoint.verify(path).tensors('model'), path)
     other_names = {p: name for name, p in other.named_parameters()}
     fresh = torch.optim.AdamW(other.optimizer_groups(0.1), fused=fused)
-    checkpoint.load_optimizer([fresh], checkpoint.verify(path).tensors('optim'), other_names, path)
+    optim.load_tensors([fresh], checkpoint.verify(path).tensors('optim'), other_names, path)
     optimizer.zero_grad()
     for each, steps in ((model, optimizer), (other, fresh)):
         each(torch.ones(1, 4, dtype=torch.int64)).square().mean().backward()
