@@ -70,6 +70,9 @@ def save(run, step, model, optim, state, environment):
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed save of the same step
     try:
         os.makedirs(temporary)
+        for folder in (run, os.path.dirname(os.path.abspath(run))):  # where run and ckpt may be new names
+            if os.access(folder, os.R_OK):
+                sync(folder)
         for name, tensors in (('model', model), ('optim', optim)):
             path = os.path.join(temporary, f'{name}.safetensors')
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
@@ -245,26 +248,6 @@ def load_weights(model, tensors, where):
     check_fit({name: parameter.shape for name, parameter in own.items()}, tensors, where)
     for name, parameter in own.items():
         parameter.copy_(parallel.like(tensors[name], parameter))
-
-
-def optimizer_tensors(optimizers, names):
-    """The optimizers' state as a flat dict: 'exp_avg.<parameter>' and so on. names: parameter -> its name."""
-    return {f'{key}.{names[p]}': tensor for optimizer in optimizers
-            for p, state in optimizer.state.items() for key, tensor in state.items()}
-
-
-def load_optimizer(optimizers, tensors, names, where):
-    """Put back what optimizer_tensors gave: all or, where names or shapes differ, nothing and one ValueError."""
-    owners = [(p, optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group['params']]
-    moments = {p: ('momentum_buffer',) if isinstance(optimizer, torch.optim.Muon) else ('exp_avg', 'exp_avg_sq') for p, optimizer in owners}
-    shapes = {f'{key}.{names[p]}': p.shape for p in moments for key in moments[p]}
-    counts = {f'step.{names[p]}': torch.Size() for p, keys in moments.items() if 'exp_avg' in keys}
-    check_fit(shapes | counts, tensors, where)
-    for p, optimizer in owners:
-        optimizer.state[p] = {key: parallel.like(tensors[f'{key}.{names[p]}'], p) for key in moments[p]}
-        if 'exp_avg' in moments[p]:
-            step = tensors[f'step.{names[p]}']  # AdamW counts on the CPU unless it is fused
-            optimizer.state[p]['step'] = step.to(p.device) if optimizer.defaults['fused'] else step
 
 
 def load_model(run, step='latest', device='cpu'):

@@ -5,6 +5,7 @@ import platform
 import re
 import sys
 
+import numpy as np
 import torch
 
 from nanope import parallel
@@ -120,7 +121,7 @@ def compile_model(model, compile, rows, device, autocast, seconds):
 
 
 def allow_many_graphs():
-    """All models and shapes of a process share the code of forward(): past torch's limit of 8 graphs it would silently go on in eager mode."""
+    """All models and shapes of a process share the code of forward(): past 8 graphs of it torch would silently go on in eager mode."""
     torch._dynamo.config.recompile_limit = 64
 
 
@@ -204,9 +205,9 @@ def peak_flops(device, dtype):
 def environment(device, dtype, compiled):
     """What must be equal for a resumed run to repeat the same bits: a dict of plain values, kept in every checkpoint's manifest."""
     kind = torch.device(device).type
-    return {'torch': torch.__version__, 'python': platform.python_version(), 'device': kind, 'dtype': dtype, 'compile': compiled,
-            'device_name': torch.cuda.get_device_name(device) if kind == 'cuda' else cpu_name(), 'threads': torch.get_num_threads(),
-            'processes': parallel.world}
+    return {'torch': torch.__version__, 'numpy': np.__version__, 'python': platform.python_version(), 'device': kind, 'dtype': dtype,
+            'compile': compiled, 'threads': torch.get_num_threads(), 'processes': parallel.world,
+            'device_name': torch.cuda.get_device_name(device) if kind == 'cuda' else cpu_name()}
 
 
 def cpu_name():

@@ -22,6 +22,19 @@ def sha256(path):
         return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
+def sampled_sha256(path, blocks=64, length=2**16):
+    """The digest of that many blocks, evenly spread from the first to the last byte: read in a moment, however large the file.
+
+    It tells another file and one of which a part is missing, not every flipped bit."""
+    digest = hashlib.sha256()
+    with naming(path), open(path, 'rb') as file:
+        last = max(os.path.getsize(path) - length, 0)
+        for n in range(blocks):
+            file.seek(last * n // (blocks - 1))
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
 def lock_folder(folder, doing, wait=False):
     """Make a folder ours until the returned lock is let go or this process ends. Raises ValueError where another has it, or waits."""
     os.makedirs(folder, exist_ok=True)

@@ -11,11 +11,11 @@ import torch
 
 from nanope import nanogpt
 from nanope.corpus import HUB
-from nanope.files import read_json, sha256
+from nanope.files import read_json, sampled_sha256, sha256
 from nanope.tokenizer import from_json
 
 FORMAT = 1
-CHECK_BYTES = 256 * 2**20  # files up to this size are hashed when opened; larger ones are checked by size, and every batch by range
+CHECK_BYTES = 256 * 2**20  # files up to this size are hashed when opened; of larger ones 64 blocks are, and every batch is checked by range
 
 
 class TokenFile:
@@ -94,7 +94,11 @@ class Data:
             raise ValueError(f'{path} has {size:,} bytes, meta.json says {tokens:,} tokens of {itemsize} bytes')
         if max_id >= self.vocab_size:
             raise ValueError(f'{path} holds token id {max_id}, the vocabulary has {self.vocab_size}')
-        if size <= CHECK_BYTES and sha256(path) != digest:
+        if size <= CHECK_BYTES:
+            same = sha256(path) == digest
+        else:
+            same = 'sampled_sha256' not in self.meta[split] or sampled_sha256(path) == self.meta[split]['sampled_sha256']
+        if not same:
             raise ValueError(f'{path} was changed since it was prepared (its sha256 is not the one in meta.json)')
         return TokenFile(path, self.meta['dtype'], tokens, self.vocab_size)
 

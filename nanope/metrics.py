@@ -1,10 +1,14 @@
 """metrics.jsonl: one JSON record a line, appended as things happen. The truth about a run; plots and tables are read from it."""
 import json
 import os
+import queue
 import statistics
 import sys
+import threading
 
 from nanope.files import brief, naming, read_json
+
+LIMITS = {'init': 90, 'log': 30, 'finish': 90}  # seconds that a call of wandb may take, beyond the limits that it has itself
 
 
 def append(run, record):
@@ -76,17 +80,41 @@ def spikes(losses):
     return found
 
 
+def within(seconds, function, *args):
+    """What function returns or raises; TimeoutError where that takes longer, and then its thread is left to itself."""
+    answer = queue.SimpleQueue()
+
+    def work():
+        try:
+            answer.put((function(*args), None))
+        except BaseException as error:
+            answer.put((None, error))
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        result, error = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f'no answer within {seconds} seconds') from None
+    if error:
+        raise error
+    return result
+
+
 def start_wandb(mode, project, run, config):
     """Mirror metrics to Weights & Biases: returns a function (method, *values) that calls the wandb run where there is one.
 
-    Training never depends on it: the first failure is a warning, and the end of the mirror."""
+    Training never depends on it: the first failure, or a call that hangs, is a warning and the end of the mirror."""
     runs = []
+
+    def init():
+        import wandb
+        limits = wandb.Settings(init_timeout=30, finish_timeout=60, finish_timeout_raises=True)  # a run does not wait for a network
+        return wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config, settings=limits)
 
     def call(method, *values):
         try:
             for each in runs:
-                getattr(each, method)(*values)
-        except Exception as error:
+                within(LIMITS[method], getattr(each, method), *values)
+        except (Exception, SystemExit) as error:
             runs.clear()
             print(f'warning: wandb: {brief(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
 
@@ -94,10 +122,7 @@ def start_wandb(mode, project, run, config):
         if mode == 'offline':
             os.environ.setdefault('WANDB_ERROR_REPORTING', 'false')  # else it calls its makers all the same
         try:
-            import wandb
-            limits = wandb.Settings(init_timeout=30, finish_timeout=60, finish_timeout_raises=True)  # a run does not wait for a network
-            runs.append(wandb.init(project=project, name=os.path.basename(os.path.normpath(run)), mode=mode, dir=run, config=config,
-                                   settings=limits))
-        except Exception as error:
+            runs.append(within(LIMITS['init'], init))
+        except (Exception, SystemExit) as error:
             print(f'warning: no wandb: {brief(error)}; training goes on without it, metrics.jsonl has everything', file=sys.stderr)
     return call

@@ -3,7 +3,7 @@ import math
 
 import torch
 
-from nanope import parallel
+from nanope import checkpoint, parallel
 from nanope.device import cpu_has_bf16
 
 MATRICES = 'c_attn.weight', 'c_fc.weight', 'c_proj.weight'  # of a block; wte and wpe are matrices too, but tables to look things up in
@@ -81,3 +81,23 @@ def step(optimizers, finite):
             optimizer.step()
         elif finite.item():
             optimizer.step()
+
+
+def tensors(optimizers, names):
+    """The optimizers' state as a flat dict: 'exp_avg.<parameter>' and so on. names: parameter -> its name."""
+    return {f'{key}.{names[p]}': tensor for optimizer in optimizers
+            for p, state in optimizer.state.items() for key, tensor in state.items()}
+
+
+def load_tensors(optimizers, saved, names, where):
+    """Put back what tensors() gave: all or, where names or shapes differ, nothing and one ValueError."""
+    owners = [(p, optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group['params']]
+    moments = {p: ('momentum_buffer',) if isinstance(optimizer, torch.optim.Muon) else ('exp_avg', 'exp_avg_sq') for p, optimizer in owners}
+    shapes = {f'{key}.{names[p]}': p.shape for p in moments for key in moments[p]}
+    counts = {f'step.{names[p]}': torch.Size() for p, keys in moments.items() if 'exp_avg' in keys}
+    checkpoint.check_fit(shapes | counts, saved, where)
+    for p, optimizer in owners:
+        optimizer.state[p] = {key: parallel.like(saved[f'{key}.{names[p]}'], p) for key in moments[p]}
+        if 'exp_avg' in moments[p]:
+            step = saved[f'step.{names[p]}']  # AdamW counts on the CPU unless it is fused
+            optimizer.state[p]['step'] = step.to(p.device) if optimizer.defaults['fused'] else step

@@ -8,6 +8,7 @@ and RoPE before every update, a cost that learned does not have.
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import sys
 from datetime import timedelta
@@ -18,8 +19,7 @@ import torch.distributed as dist
 
 from nanope.files import brief
 
-rank, world = 0, 1                # of this process, and how many there are
-PATIENCE = timedelta(minutes=30)  # with a process that is saving, compiling or drawing; one that has died is noticed at once
+rank, world = 0, 1  # of this process, and how many there are
 
 
 @contextlib.contextmanager
@@ -27,7 +27,8 @@ def ranks():
     """Around main(): ranks but 0 are mute, and wait for rank 0 to join(), so that what is wrong for all is said once."""
     global rank, world
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    with contextlib.ExitStack() as mute:  # an error leaves it, and is told by any rank
+    patience()  # said before anything is made
+    with all_there(), contextlib.ExitStack() as mute:  # an error leaves it, and is told by any rank
         if rank and not {'-h', '--help'} & {*sys.argv}:
             nowhere = mute.enter_context(open(os.devnull, 'w'))
             mute.enter_context(contextlib.redirect_stdout(nowhere)), mute.enter_context(contextlib.redirect_stderr(nowhere))
@@ -41,17 +42,30 @@ def ranks():
 
 @contextlib.contextmanager
 def all_there():
-    """Around what waits for other processes: the end of one of them is an error of one clear line."""
+    """Around what waits for other processes: the end of one of them, or that it hangs, is an error of one clear line."""
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(f'rank {rank} has lost another of the {world} processes: it was killed or failed ({brief(error)}). The last '
-                              'checkpoint is whole: go on with the same command and --init_from=resume') from None
+        reason = brief(error)
+        if not (isinstance(error, dist.DistError) or 'gloo' in reason.lower()):
+            raise
+        what = (f'has waited {patience()} s for another of the {world} processes: it hangs, or NANOPE_PATIENCE is to be larger'
+                if 'timed out' in reason.lower() else f'has lost another of the {world} processes: it was killed or failed')
+        raise ConnectionError(f'rank {rank} {what} ({reason}). The last checkpoint is whole: go on with the same command and '
+                              '--init_from=resume') from None
+
+
+def patience():
+    """Seconds to wait for a process that is saving, compiling or drawing; one that has died is noticed at once."""
+    text = os.environ.get('NANOPE_PATIENCE', '600')
+    if not re.fullmatch('[1-9][0-9]{0,6}', text):
+        raise ValueError(f'NANOPE_PATIENCE={text:.60} in the environment must be a whole number of seconds')
+    return int(text)
 
 
 def connect():
-    with all_there():  # gloo for what lies on the CPU, NCCL for what lies on GPUs
-        dist.init_process_group('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo', timeout=PATIENCE)
+    """gloo for what lies on the CPU, NCCL for what lies on GPUs."""
+    dist.init_process_group('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo', timeout=timedelta(seconds=patience()))
 
 
 def join(facts):
@@ -68,9 +82,8 @@ def add_up(tensors):
     """Replace each tensor by its sum over all processes, all of them under way at once. Returns them.
 
     Sharded gradients are sums already."""
-    with all_there():
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors if world > 1 and not is_sharded(tensor)]:
-            work.wait()
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors if world > 1 and not is_sharded(tensor)]:
+        work.wait()
     return tensors
 
 
@@ -88,8 +101,7 @@ def gather(part):
     """What was computed from share(), array (n, ...) -> that of all processes (n * world, ...), in the order that the rows had."""
     parts = [torch.from_numpy(part.copy()) for _ in range(world)]
     if world > 1:
-        with all_there():
-            dist.all_gather(parts, torch.from_numpy(part))
+        dist.all_gather(parts, torch.from_numpy(part))
     return torch.stack(parts, dim=1).flatten(0, 1).numpy()
 
 
@@ -141,8 +153,7 @@ def own(tensor):
 
 def whole(tensor):
     """A tensor that may be sharded, put together: all processes must ask."""
-    with all_there():
-        return tensor.full_tensor() if is_sharded(tensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def whole_dict(tensors):

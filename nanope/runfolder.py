@@ -1,4 +1,5 @@
 """What train.py does with a run folder: start a run in it, go on with the one it holds, or refuse; save; say why a run crashed."""
+import contextlib
 import os
 import shutil
 import sys
@@ -7,8 +8,8 @@ from dataclasses import asdict, fields
 from torch.nn import functional as F
 
 from model import GPTConfig
-from nanope import checkpoint, metrics, parallel
-from nanope.files import sync, write_json
+from nanope import checkpoint, metrics, optim, parallel
+from nanope.files import read_json, sync, write_json
 
 EXIT_NONFINITE = 65
 IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
@@ -33,7 +34,8 @@ def find_start(config, tokenizer):
         check_resume(config, found.state['config'])
         return found, None
     used = held or any(os.path.exists(os.path.join(config.out_dir, name)) for name in WRITTEN)
-    if used and not (config.overwrite or config.init_from == 'auto' or config.lr_range and not held):  # of a range test nothing is lost
+    again = not held and (config.init_from == 'auto' or config.lr_range) and is_repetition(config)
+    if used and not (config.overwrite or again):
         go_on = 'go on with --init_from=resume, ' if held else ''  # it may have ended before its first checkpoint
         raise ValueError(f'{config.out_dir} already holds a run: {go_on}start anew with --overwrite=true, or give another --out_dir')
     if config.init_from in ('scratch', 'auto'):
@@ -48,6 +50,20 @@ def find_start(config, tokenizer):
     if found.weights is not None:
         fit(config, found)
     return None, found
+
+
+def is_repetition(config):
+    """Whether what the folder holds comes again when `config` is started in it: the same run, which saved nothing yet, or a range test."""
+    there = [name for name in WRITTEN if os.path.isfile(path := os.path.join(config.out_dir, name)) and os.path.getsize(path)]
+    if not there + checkpoint.names(config.out_dir):
+        return True
+    try:
+        saved = read_json(os.path.join(config.out_dir, 'config.json'))
+    except (OSError, ValueError):
+        return False
+    if config.lr_range:
+        return bool(saved.get('lr_range'))
+    return all(name in saved and saved[name] == value for name, value in asdict(config).items() if name not in FREE)
 
 
 def adopt(config, found):
@@ -114,9 +130,12 @@ def resume(found, config, data, model, optimizers, scaler, names, environment):
     checkpoint.load_weights(model, found.tensors('model'), found.path)
     moments = found.tensors('optim')
     if moments:  # there are none before the first update
-        checkpoint.load_optimizer(optimizers, moments, names, found.path)
+        optim.load_tensors(optimizers, moments, names, found.path)
     if found.state.get('scaler'):  # empty where the run did not scale: then a new scaler finds its scale
         scaler.load_state_dict(found.state['scaler'])
+    if parallel.rank == 0:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(config.out_dir, 'crash.json'))  # it tells how the last attempt ended, and this is another one
     print(f'resuming {config.out_dir} at step {found.step}')
     return found.step
 
@@ -136,7 +155,7 @@ def crash(config, step, **facts):
 def save(config, step, model, optimizers, scaler, names, data, environment, origin):
     """Save the state after `step` updates unless it is saved already, name the best, and drop old checkpoints. All ranks take part."""
     weights = parallel.whole_dict(dict(model.named_parameters()))
-    moments = parallel.whole_dict(checkpoint.optimizer_tensors(optimizers, names))
+    moments = parallel.whole_dict(optim.tensors(optimizers, names))
     if parallel.rank:
         return
     try:

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from nanope.files import sync, write_json
+from nanope.files import sampled_sha256, sync, write_json
 from nanope.tokenizer import SEPARATOR, from_json
 
 SPLITS = ('train', 'val')
@@ -134,13 +134,13 @@ def finish(folder, tokenizer, progress, **notes):
 
 
 def summarise(path, dtype):
-    """{'max_id', 'sha256'} of a file of ids, read as it lies on the disk."""
+    """{'max_id', 'sha256', 'sampled_sha256'} of a file of ids, read as it lies on the disk."""
     digest, max_id = hashlib.sha256(), 0
     with open(path, 'rb') as file:
         while block := file.read(2**20):
             digest.update(block)
             max_id = max(max_id, int(np.frombuffer(block, dtype=dtype.newbyteorder('<')).max()))
-    return {'max_id': max_id, 'sha256': digest.hexdigest()}
+    return {'max_id': max_id, 'sha256': digest.hexdigest(), 'sampled_sha256': sampled_sha256(path)}
 
 
 def discard(folder):

@@ -22,6 +22,8 @@ FAULTS = [
     ('SIGTERM before the first update, in an evaluation, in a save', 'sent right before the call',
      'what was done is saved, exit 75, resumed to the same bits',
      'test_train.py::test_signal_at_other_moments'),
+    ('SIGTERM with every scheme and optimizer', 'in an update, an evaluation and a save of one run; then stopped cleanly',
+     'resumed each time, to the same bits', 'test_train.py::test_signals_with_every_scheme_and_optimizer'),
     ('SIGTERM while compiling', 'a process with torch.compile, 1.5 s after its start',
      'saved before the first update, exit 75, resumed to the same bits',
      'test_train.py::test_signal_while_compiling_for_real'),
@@ -52,10 +54,13 @@ FAULTS = [
      'test_checkpoint.py::test_newer_format test_checkpoint.py::test_weights_that_do_not_fit '
      'test_checkpoint.py::test_optimizer_state_that_does_not_fit test_train.py::test_another_model_is_refused '
      'test_train.py::test_change_of_course_needs_leave'),
-    ('another machine, thread count or number format on resume', 'another setting', 'recorded and warned about',
-     'test_train.py::test_other_environment_is_told'),
+    ('another machine, thread count, version or number format on resume', 'another setting; what the system says replaced',
+     'recorded and warned about', 'test_train.py::test_other_environment_is_told test_train.py::test_other_machine_is_told'),
     ('two runs in one folder', 'started while the first trains; after its SIGKILL', 'refused at once; then free',
      'test_train.py::test_second_process_in_one_folder test_train.py::test_folder_trained_meanwhile'),
+    ("another's files in the run folder", 'of the names that a run writes; left by a run with other settings',
+     'refused, also by --init_from=auto; nothing is deleted', 'test_train.py::test_what_others_put_into_the_folder_stays '
+     'test_train.py::test_auto_deletes_nothing_that_is_not_of_this_run test_monitor.py::test_range_test_deletes_no_run'),
     ('numbers that are not finite', 'nan and inf in a weight, a gradient, one micro-batch of four; in the weights before a save',
      'exit 65 before the update; the last good checkpoint stays',
      'test_train.py::test_not_finite_stops_before_the_update test_train.py::test_weights_that_are_not_finite_are_not_saved'),
@@ -70,6 +75,7 @@ FAULTS = [
      'test_train.py::test_data_replaced_between_save_and_resume'),
     ('bad token files', 'empty, odd, cut, lengthened, changed, ids out of range, too short', 'refused before the model is built',
      'test_data.py::test_bad_data_is_refused test_data.py::test_lying_max_id_is_caught_in_the_batch test_data.py::test_file_cut_while_open '
+     'test_data.py::test_large_files_are_told_apart_by_blocks '
      'test_data.py::test_too_short_for_a_row test_data.py::test_shortest_data_trains'),
     ('prepare.py killed', 'SIGKILL at random moments', 'train.py finds all of the data or none; run again, the same files',
      'test_prepare.py::test_killed_at_random_leaves_nothing_that_train_accepts test_prepare.py::test_killed_many_times_is_the_same'),
@@ -93,13 +99,17 @@ FAULTS = [
      'only missing cells are run, the same report; failed cells are shown and never averaged',
      'test_study.py::test_interrupted_half_way_and_run_again test_study.py::test_a_failed_cell_is_shown_and_never_averaged '
      'test_study.py::test_stopped_and_run_again_gives_the_same_report'),
-    ('wandb fails', 'in import, init, log, finish', 'one warning; the same losses', 'test_train.py::test_wandb_that_fails'),
+    ('wandb fails, hangs or exits', 'in import, init, log, finish; the real one without a network', 'one warning; the same losses',
+     'test_train.py::test_wandb_that_fails test_monitor.py::test_wandb_online_without_a_network'),
     ('two processes', 'forks; torchrun; two torchrun agents', 'the losses of one process, to rounding',
      'test_parallel.py::test_two_ranks_are_one_process test_parallel.py::test_torchrun test_parallel.py::test_two_machines'),
     ('two processes: SIGTERM to one', 'in an update, an evaluation, a save; at a moment nobody chose',
      'both save the same step within 30 s, exit 75, resumed to the same bits', 'test_parallel.py::test_sigterm_to_one_rank'),
-    ('two processes: SIGKILL of one', 'in an update, an evaluation, a save, at the start',
-     'the other ends with one line within 30 s; resumed to the same bits', 'test_parallel.py::test_killed_rank_ends_the_run'),
+    ('two processes: SIGKILL of one', 'in an update, an evaluation, a save, at the start; sharded and not',
+     'the other ends with one line within 30 s; resumed to the same bits (sharded: to rounding of one that is not)',
+     'test_parallel.py::test_killed_rank_ends_the_run'),
+    ('two processes: one hangs', 'SIGSTOP in an update, an evaluation, at the start; sharded and not; a patience of 6 s',
+     'the other ends with one line within 30 s; the run resumes', 'test_parallel.py::test_hung_rank_ends_the_run'),
     ('torchrun or one of its processes stopped', 'SIGTERM, SIGINT, SIGKILL, at a moment nobody chose',
      'over within 30 s, resumed to the same bits', 'test_parallel.py::test_torchrun_stopped'),
     ('two processes: nan in one', 'a forward hook', 'both exit 65 at the same update',
@@ -108,6 +118,17 @@ FAULTS = [
      'test_parallel.py::test_from_one_process_to_two_and_back'),
     ('machines that see different files', 'an older checkpoint in the folder of one', 'refused before the first update',
      'test_parallel.py::test_machines_with_different_files'),
+    ('two processes that shard (FSDP2)', 'forks; torchrun, compiled; every scheme; from another run, with other settings',
+     'losses and checkpoints of one process, to rounding; half of everything in each',
+     'test_shard.py::test_sharded_run_is_one_process test_shard.py::test_each_scheme test_shard.py::test_with_other_settings '
+     'test_shard.py::test_started_from_another_run test_shard.py::test_torchrun_compiled'),
+    ('sharded: stopped and resumed', 'dropout, 2 micro-batches; cleanly, or by SIGTERM to one in an update or an evaluation',
+     'every loss and weight the same bits as never stopped',
+     'test_shard.py::test_resumed_sharded_has_the_same_bits test_shard.py::test_sigterm_to_one_that_shares'),
+    ('one process, then two that shard, two that do not, one', 'resumed', 'one run, losses to rounding; warned',
+     'test_shard.py::test_there_and_back'),
+    ('sharded: nan in a weight that one process holds', 'after an update', 'both exit 65; nothing of it saved',
+     'test_shard.py::test_not_finite_in_one_part'),
     ('odd checkpoints', 'random bytes and values, also with matching digests', 'a result or one clear error',
      'test_fuzz.py::test_damaged_checkpoint_files test_fuzz.py::test_hostile_checkpoint_files'),
     ('odd data', 'random bytes and values in meta.json and .bin', 'a result or one clear error',
@@ -146,6 +167,12 @@ def pytest_runtest_logreport(report):
         outcomes[name_of(report.nodeid)].append((report.passed, properties.get('tries', 1), properties.get('result')))
 
 
+def gpus():
+    """What torch finds: 'no GPU', '2 GPUs (NVIDIA H200)'."""
+    n = torch.cuda.device_count()
+    return f'{n} GPU{"s" * (n > 1)} ({torch.cuda.get_device_name(0)})' if n else 'no GPU'
+
+
 def row(fault, how, expected, tests):
     cases = [case for test in tests.split() for case in outcomes[test]]
     failed, notes = sum(not passed for passed, *_ in cases), '; '.join(note for *_, note in cases if note)
@@ -161,7 +188,7 @@ def pytest_sessionfinish():
     PAGE.write_text(f"""# Reliability: what was broken on purpose, and what happened
 
 Written by `make reliability` (torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()},
-{os.cpu_count()} CPU cores, no GPU); the list of faults and the tests behind them are in `tests/reliability.py`. A try is one fault
+{os.cpu_count()} CPU cores, {gpus()}); the list of faults and the tests behind them are in `tests/reliability.py`. A try is one fault
 injected.
 
 | fault | how injected | tries | result |
@@ -182,9 +209,13 @@ setting, CPU threads and number of processes. Elsewhere it sees the same batches
 
 Each of these is recorded in the `environment` of a checkpoint's manifest.json, and a resume that differs in one of them says so.
 
-Token files above 256 MB are not hashed when they are opened: there a changed file of the same size is found only where a batch holds an id
-outside the vocabulary.
+Of token files above 256 MB only 64 blocks, 4 MB from the first byte to the last, are hashed when they are opened: another file, or one
+of which a part is missing, is refused, but a few flipped bits are found only where a batch holds an id outside the vocabulary.
+`sha256sum data/NAME/*.bin` gives what meta.json says of the whole.
 
-Not tried, for want of GPUs: NCCL. A killed process may leave the others waiting inside a GPU kernel; then torchrun ends them after 30
-seconds, with its own report instead of our line. torchrun itself exits with 1 whatever the processes' own code was, which its report shows.
+A process that hangs, or whose disk does, is waited for as long as saving or compiling may take: ten minutes, or `NANOPE_PATIENCE` seconds.
+
+Not tried, since none of these tests uses a GPU: NCCL. A killed or hung process may leave the others waiting inside a GPU kernel; then
+torchrun ends them 30 seconds after a kill, NCCL itself after that patience, with their own report instead of our line. torchrun itself
+exits with 1 whatever the processes' own code was, which its report shows.
 """, encoding='utf-8')

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nanope import checkpoint, files
+from nanope import checkpoint, files, optim
 from runs import fork_train, train, wait, weights
 from small import build
 
@@ -56,6 +56,13 @@ def test_round_trip(run):
     assert save(run, 2) == found.path and digests == {name: files.sha256(f'{found.path}/{name}') for name in ALL}
 
 
+def test_the_latest_is_so_by_its_step(run):
+    """Not by the time of its files, which a copy changes."""
+    for name in ('', *ALL):
+        os.utime(f'run/ckpt/step_00000002/{name}', (1, 1))
+    assert is_step(checkpoint.load(run), 2)
+
+
 @pytest.mark.parametrize('step', [3, 'best'])
 def test_what_is_not_there(run, step):
     """The steps that do exist are listed."""
@@ -86,6 +93,20 @@ def n_calls(tmp_path):
         made = interrupt(patch, -1, None)
         save(tmp_path / 'count', 1)
     return len(made)
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/fd'), reason='reads /proc')
+def test_every_name_is_on_the_disk_before_a_save_is_done(tmp_path, monkeypatch):
+    """A power cut takes what was not flushed: each file before it is renamed, and each folder in which a name is new."""
+    done, rename = [], os.rename
+    monkeypatch.setattr(os, 'fsync', lambda handle: done.append(os.path.relpath(os.readlink(f'/proc/self/fd/{handle}'), tmp_path)))
+    monkeypatch.setattr(os, 'rename', lambda old, new: (done.append('rename'), rename(old, new)))
+    save(tmp_path / 'out/run', 1)
+    before, after = done[:done.index('rename')], done[done.index('rename') + 1:]
+    temporary = 'out/run/ckpt/.tmp-step_00000001'
+    written = [name if name in ('model.safetensors', 'optim.safetensors') else f'{name}.tmp' for name in ALL]
+    assert {'out', 'out/run', *(f'{temporary}/{name}' for name in written)} <= set(before) and before[-1] == temporary
+    assert after == ['out/run/ckpt']
 
 
 def full():
@@ -281,12 +302,12 @@ def test_optimizer_state_that_does_not_fit(trained, case):
     """The same for the optimizer: a misfit would show only in the first update, half applied."""
     change, messages = MISFITS[case]
     model, optimizer, names = trained
-    state = {name: tensor.clone() for name, tensor in checkpoint.optimizer_tensors([optimizer], names).items()}
+    state = {name: tensor.clone() for name, tensor in optim.tensors([optimizer], names).items()}
     state = {name: state[name] for name in sorted(state)}  # a moment comes first, not a step, which has no shape to change
     change(state)
     fresh = torch.optim.AdamW(model.optimizer_groups(0.1), fused=True)
     with pytest.raises(ValueError) as error:
-        checkpoint.load_optimizer([fresh], state, names, 'run/ckpt/x')
+        optim.load_tensors([fresh], state, names, 'run/ckpt/x')
     assert str(error.value).startswith('run/ckpt/x does not fit the model: ') and all(each in str(error.value) for each in messages)
     assert not fresh.state
 
@@ -295,12 +316,12 @@ def test_optimizer_state_that_does_not_fit(trained, case):
 def test_optimizer_round_trip(trained, tmp_path, fused):
     """After save and load, the next update changes every weight to the same bits as without."""
     model, optimizer, names = trained
-    path = checkpoint.save(tmp_path, 1, {name: p for p, name in names.items()}, checkpoint.optimizer_tensors([optimizer], names), STATE, {})
+    path = checkpoint.save(tmp_path, 1, {name: p for p, name in names.items()}, optim.tensors([optimizer], names), STATE, {})
     other = build('learned', std=None)
     checkpoint.load_weights(other, checkpoint.verify(path).tensors('model'), path)
     other_names = {p: name for name, p in other.named_parameters()}
     fresh = torch.optim.AdamW(other.optimizer_groups(0.1), fused=fused)
-    checkpoint.load_optimizer([fresh], checkpoint.verify(path).tensors('optim'), other_names, path)
+    optim.load_tensors([fresh], checkpoint.verify(path).tensors('optim'), other_names, path)
     optimizer.zero_grad()
     for each, steps in ((model, optimizer), (other, fresh)):
         each(torch.ones(1, 4, dtype=torch.int64)).square().mean().backward()

@@ -12,7 +12,9 @@ from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
 import train as script
+from nanope import loader
 from nanope.evaluate import evaluate, mean_and_stderr, windows
+from nanope.files import sampled_sha256
 from nanope.loader import Data, TokenFile
 from runs import train
 from small import build
@@ -112,12 +114,40 @@ def test_nanogpt_pickle_is_not_read(place):
 
 
 def test_lying_max_id_is_caught_in_the_batch(place):
-    """Files above CHECK_BYTES are not hashed: an id outside the vocabulary must still never reach the model."""
+    """Of files above CHECK_BYTES not everything is hashed: an id outside the vocabulary must still never reach the model."""
     put_id(place / 'data/tiny', 'val', 5, 999, max_id=3)
     data = Data(place / 'data/tiny')
     data.val.rows([6], 8)
     with pytest.raises(ValueError, match='val.bin: token id 999 is outside the vocabulary'):
         data.val.rows([0], 8)
+
+
+@pytest.mark.parametrize('length', [1, 2**16, 2**16 + 1, 2**22 - 7])
+def test_blocks_reach_from_the_first_byte_to_the_last(tmp_path, length):
+    """By hand; the digest sees both ends, and a file that is missing a tenth of itself wherever that is."""
+    path, content = tmp_path / 'x', np.random.default_rng(1).bytes(length)
+    path.write_bytes(content)
+    starts = [max(length - 2**16, 0) * n // 63 for n in range(64)]
+    digest = sampled_sha256(path)
+    assert digest == hashlib.sha256(b''.join(content[start:start + 2**16] for start in starts)).hexdigest()
+    for at, n in [(0, 1), (length - 1, 1), *((length * tenth // 10, length // 10) for tenth in range(10))]:
+        path.write_bytes(content[:at] + bytes(255 ^ byte for byte in content[at:at + n]) + content[at + n:])
+        assert n == 0 or sampled_sha256(path) != digest
+
+
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_large_files_are_told_apart_by_blocks(place, monkeypatch, split):
+    """A file of the right size and with sound ids, but of which the end never arrived; data prepared without that digest still opens."""
+    monkeypatch.setattr(loader, 'CHECK_BYTES', 100), monkeypatch.setattr(loader, 'sha256', None)
+    folder = place / 'data/tiny'
+    Data(folder)
+    ids = np.fromfile(folder / f'{split}.bin', '<u2')
+    ids[-len(ids) // 10:] = 0
+    ids.tofile(folder / f'{split}.bin')
+    with pytest.raises(ValueError, match=f'{split}.bin was changed since it was prepared'):
+        Data(folder)
+    rewrite(folder, **{f'{split}.sampled_sha256': GONE})
+    Data(folder)
 
 
 def test_file_cut_while_open(place):

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanope.configurator import configure
-from reliability import FAULTS
+from reliability import FAULTS, gpus
 from runs import ROOT
 from train import TrainConfig
 
@@ -119,7 +120,14 @@ def test_no_file_reads_or_writes_a_pickle_or_evaluates_text():
 def test_the_page_on_reliability_names_tests_that_exist():
     there = {f'{Path(name).name}::{node.name}' for name, tree in python_files('tests/test_*.py') for node in tree.body
              if isinstance(node, ast.FunctionDef)}
-    assert {test for *_, tests in FAULTS for test in tests.split()} <= there
+    named = {test for *_, tests in FAULTS for test in tests.split()}
+    assert named <= there and {'test_parallel.py', 'test_shard.py'} <= {test.partition('::')[0] for test in named}
+
+
+@pytest.mark.parametrize('n, told', [(0, 'no GPU'), (1, '1 GPU (X)'), (2, '2 GPUs (X)')])
+def test_the_page_on_reliability_says_which_gpus_there_were(monkeypatch, n, told):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: n), monkeypatch.setattr(torch.cuda, 'get_device_name', lambda index: 'X')
+    assert gpus() == told
 
 
 def test_text_is_utf_8_on_every_system():

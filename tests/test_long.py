@@ -9,6 +9,7 @@ import torch
 
 from nanope import metrics
 from nanope.evaluate import windows
+from nanope.files import sampled_sha256
 from nanope.loader import CHECK_BYTES, Data
 from runs import flags, start
 
@@ -50,12 +51,12 @@ def sparse(place, tokens, at):
     """Make train.bin one of so many tokens that takes no room on the disk: zeros, but 1, 2, 3 from `at` on. Returns the folder."""
     folder = place / 'data/tiny'
     meta = json.loads((folder / 'meta.json').read_text('utf-8'))
-    meta['train'] |= {'tokens': tokens}
-    (folder / 'meta.json').write_text(json.dumps(meta), 'utf-8')
     with open(folder / 'train.bin', 'wb') as file:
         file.truncate(2 * tokens)
         file.seek(2 * at)
         file.write(np.array([1, 2, 3], '<u2').tobytes())
+    meta['train'] |= {'tokens': tokens, 'sampled_sha256': sampled_sha256(folder / 'train.bin')}
+    (folder / 'meta.json').write_text(json.dumps(meta), 'utf-8')
     return folder
 
 

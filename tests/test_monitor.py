@@ -1,6 +1,7 @@
 """What people ask of a trainer: early stopping, samples on the way, a learning-rate range test, less memory."""
 import json
 import math
+import shutil
 import socket
 import threading
 import types
@@ -146,6 +147,16 @@ def test_range_test(place, monkeypatch):
     assert records(place, 'lr_range', run='out/a_lr_range')[0]['lr'] == pytest.approx(1e-4)
     done = train(place, lr_range='1e-4:10', init_from='resume')
     assert done.code == 2 and 'there is none to resume' in done.text
+
+
+def test_range_test_deletes_no_run(place):
+    """Its folder may hold an earlier range test, which it replaces, and nothing else."""
+    assert train(place, max_iters=1, out_dir='out/a_lr_range').code == 0
+    shutil.rmtree(place / 'out/a_lr_range/ckpt')
+    before = (place / 'out/a_lr_range/metrics.jsonl').read_bytes()
+    done = train(place, lr_range='1e-4:10')
+    assert done.code == 2 and 'out/a_lr_range already holds a run' in done.text
+    assert (place / 'out/a_lr_range/metrics.jsonl').read_bytes() == before
 
 
 def test_range_test_starts_like_the_run(place):

@@ -163,18 +163,50 @@ def test_sigterm_to_one_rank(place, straight, moment):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('settings', [{}, dict(shard='true')], ids=str)
 @pytest.mark.parametrize('module, name, call, rank', [(script, 'update', 4, 1), (script, 'update', 4, 0), (script, 'evaluate', 3, 1),
                                                       (os, 'rename', 2, 0), (script, 'describe', 1, 1)])
-def test_killed_rank_ends_the_run(place, straight, module, name, call, rank):
+def test_killed_rank_ends_the_run(place, straight, settings, module, name, call, rank):
     """SIGKILL: the other rank ends at once with one line that says how to go on, and going on gives the same bits."""
     started = time.time()
-    codes, *texts = train_ranks(place, lambda own: own == rank and at_call(module, name, call, kill(signal.SIGKILL)), **HARD)
+    codes, *texts = train_ranks(place, lambda own: own == rank and at_call(module, name, call, kill(signal.SIGKILL)), **HARD, **settings)
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 2 and time.time() - started < 30
     errors = [line for line in texts[1 - rank].splitlines() if 'error: ' in line]
     assert len(errors) == 1 and 'has lost another of the 2 processes' in errors[0] and '--init_from=resume' in errors[0]
     assert 'Traceback' not in texts[1 - rank]
-    assert train_ranks(place, init_from='auto', **HARD)[0] == [0, 0]
-    assert losses(place) == losses(straight) and weights(place, 6) == weights(straight, 6)
+    assert train_ranks(place, init_from='auto', **HARD, **settings)[0] == [0, 0]
+    if settings:
+        assert_near(losses(place), losses(straight))
+    else:
+        assert losses(place) == losses(straight) and weights(place, 6) == weights(straight, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('settings', [{}, dict(shard='true')], ids=str)
+@pytest.mark.parametrize('module, name, call, rank', [(script, 'update', 4, 1), (script, 'update', 4, 0), (script, 'evaluate', 2, 1),
+                                                      (script, 'describe', 1, 1)])
+def test_hung_rank_ends_the_run(place, monkeypatch, settings, module, name, call, rank):
+    """SIGSTOP, which stands for a machine or disk that hangs: the other rank waits as long as it was told, says so and ends."""
+    monkeypatch.setenv('NANOPE_PATIENCE', '6')
+    started = time.time()
+    children = start_ranks(place, lambda own: own == rank and at_call(module, name, call, kill(signal.SIGSTOP)), **HARD, **settings)
+    try:
+        code, seconds = wait(children[1 - rank]), time.time() - started
+    finally:
+        os.kill(children[rank], signal.SIGKILL), wait(children[rank])
+    text = (place / f'printed_{1 - rank}').read_text()
+    assert code == 2 and 6 < seconds < 30, text
+    assert f'error: rank {1 - rank} has waited 6 s for another of the 2 processes' in text and 'NANOPE_PATIENCE' in text
+    assert text.count('error: ') == 1 and 'Traceback' not in text
+    assert train_ranks(place, init_from='auto', **HARD, **settings)[0] == [0, 0]
+
+
+@pytest.mark.parametrize('text', ['', '0', '-5', '1.5', 'soon', '1e3'])
+def test_patience_in_seconds(place, monkeypatch, text):
+    """What is no number of seconds is bad input, before anything is made."""
+    monkeypatch.setenv('NANOPE_PATIENCE', text)
+    done = train(place)
+    assert done.code == 2 and f'error: NANOPE_PATIENCE={text} in the environment must be' in done.text and not (place / 'out').exists()
 
 
 @pytest.mark.slow

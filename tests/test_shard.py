@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer state in parts (FSDP2): the losses of one process, and checkpoints that do not show it."""
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import train as script
 from nanope import checkpoint, metrics, parallel
 from runs import losses, train, weights
-from test_parallel import HARD, PARTS, assert_near, torchrun, train_ranks, TWO
+from test_parallel import HARD, PARTS, assert_near, at_call, kill, torchrun, train_ranks, TWO
 
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none', 'alibi')
@@ -84,6 +85,18 @@ def test_resumed_sharded_has_the_same_bits(place):
     assert train_ranks(place, max_iters=3, **settings)[0] == [0, 0]
     codes, text, _ = train_ranks(place, init_from='resume', **settings)
     assert codes == [0, 0] and 'warning' not in text
+    assert losses(place) == losses(place, 'out/b') and weights(place, 6) == weights(place, 6, 'out/b')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('rank, name, call, step', [(1, 'update', 4, 4), (0, 'evaluate', 2, 2)])
+def test_sigterm_to_one_that_shares(place, rank, name, call, step):
+    """Both stop at the same step, which is saved whole, with exit 75; resumed to the same bits."""
+    settings = dict(HARD, n_layer=2, shard='true')
+    codes, text, _ = train_ranks(place, lambda own: own == rank and at_call(script, name, call, kill(signal.SIGTERM)), **settings)
+    assert codes == [75, 75] and f'saved at step {step};' in text and checkpoint.load(place / 'out/a').step == step
+    assert train_ranks(place, init_from='resume', **settings)[0] == [0, 0]
+    assert train_ranks(place, out_dir='out/b', **settings)[0] == [0, 0]
     assert losses(place) == losses(place, 'out/b') and weights(place, 6) == weights(place, 6, 'out/b')
 
 

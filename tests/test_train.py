@@ -1,12 +1,15 @@
 """The training loop: what it computes, that stop and resume changes no bit, and how it ends when something goes wrong."""
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
+import platform
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 from dataclasses import fields
@@ -349,6 +352,30 @@ def test_signal_at_other_moments(place, straight, monkeypatch, moment):
     assert_same_run(place, straight(**HARD))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('wpe', SCHEMES)
+def test_signals_with_every_scheme_and_optimizer(place, straight, wpe, optimizer):
+    """One run, stopped in an update, in an evaluation, in a save and cleanly, has the bits and records of one that was left alone."""
+    settings, how = dict(HARD, wpe=wpe, optimizer=optimizer), {}
+    for module, name, call in ((script, 'update', 2), (script, 'evaluate', 1), (checkpoint, 'save', 1)):
+        calls, original = [], getattr(module, name)
+
+        def interrupted(*args, calls=calls, call=call, original=original, **kwargs):
+            calls.append(1)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*args, **kwargs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, interrupted)
+            assert train(place, **settings, **how).code == 75
+        how = dict(init_from='resume')
+        scramble()
+    assert train(place, **settings, **how, max_iters=5).code == 0 and train(place, **settings, **how).code == 0
+    reference = straight(**settings)
+    assert losses(place) == losses(reference) and weights(place, 6) == weights(reference, 6)
+
+
 @needs_fork
 @pytest.mark.parametrize('second', [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once(place, straight, monkeypatch, second):
@@ -396,11 +423,13 @@ def test_signal_while_compiling_for_real(place, straight):
 
 @needs_fork
 @pytest.mark.slow
-def test_sigkill_at_random_moments(place, straight, record_property):
+@pytest.mark.parametrize('wpe, optimizer, times', [('learned', 'adamw', 20), ('learned', 'muon', 20),
+                                                   *((wpe, 'adamw', 6) for wpe in SCHEMES[1:])])
+def test_sigkill_at_random_moments(place, straight, record_property, wpe, optimizer, times):
     """SIGKILL, one time in two inside a save: every time the run goes on from a whole checkpoint, and ends in the same bits."""
-    settings = dict(HARD, max_iters=120, lr_decay_iters=120, checkpoint_interval=1, eval_interval=5)
+    settings = dict(HARD, wpe=wpe, optimizer=optimizer, max_iters=120, lr_decay_iters=120, checkpoint_interval=1, eval_interval=5)
     random, kills, original = np.random.default_rng(5), 0, os.fsync
-    while kills < 20:
+    while kills < times:
         fatal, calls = int(random.integers(1, 60)), []
 
         def fsync(handle):
@@ -481,6 +510,18 @@ def test_other_environment_is_told(place, straight, settings, told):
     assert done.code == 0 and f'warning: {told}: same batches, but not the same bits' in done.text
     name = next(iter(settings))
     assert checkpoint.load(place / 'out/a').environment[name] == settings[name]  # recorded
+
+
+@pytest.mark.parametrize('name, module, attribute, value', [
+    ('device_name', device, 'cpu_name', lambda: 'another CPU'), ('python', platform, 'python_version', lambda: '9.9'),
+    ('torch', torch, '__version__', torch.torch_version.TorchVersion('9.9.9')), ('numpy', np, '__version__', '9.9')])
+def test_other_machine_is_told(place, straight, monkeypatch, name, module, attribute, value):
+    """Another processor or version may round otherwise: a warning, and the checkpoint says where it was made."""
+    copy_of(straight(), place)
+    monkeypatch.setattr(module, attribute, value)
+    done = train(place, init_from='resume', max_iters=7)
+    assert done.code == 0 and done.text.count('warning: ') == 1 and f'warning: {name} was ' in done.text
+    assert checkpoint.load(place / 'out/a').environment[name] == (value() if callable(value) else value)
 
 
 @pytest.mark.parametrize('init_scale', [2.0**16, 2.0**40])
@@ -603,6 +644,51 @@ def test_what_others_put_into_the_folder_stays(place, name):
     assert name != 'ckpt/mine.pt' or (place / 'out/a' / name).read_text() == 'mine'
 
 
+OTHERS = {
+    'metrics of something else': lambda run: [(run / 'config.json').unlink(), (run / 'metrics.jsonl').write_text('mine')],
+    'config of something else': lambda run: (run / 'config.json').write_text('{"n_layer": 12}'),
+    'config that is none': lambda run: (run / 'config.json').write_text('mine'),
+    'picture': lambda run: [path.unlink() for path in run.glob('*.json*')],
+    'another run': lambda run: rewrite_config(run, wpe='rope'),
+    'another seed': lambda run: rewrite_config(run, seed=1),
+}
+
+
+def rewrite_config(run, **settings):
+    path = run / 'config.json'
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@pytest.mark.parametrize('case', OTHERS)
+def test_auto_deletes_nothing_that_is_not_of_this_run(place, straight, case):
+    """Without a checkpoint auto starts anew only where that repeats what lies there: the records of the very same run."""
+    copy_of(straight(), place)
+    shutil.rmtree(place / 'out/a/ckpt')
+    (place / 'out/a/loss.png').write_text('mine')
+    OTHERS[case](place / 'out/a')
+    before = {path: path.read_bytes() for path in (place / 'out').rglob('*') if path.is_file()}
+    done = train(place, init_from='auto')
+    assert done.code == 2 and 'error: out/a already holds a run: start anew with --overwrite=true, or give' in done.text
+    assert done.text.count('\n') == 1 and before == {path: path.read_bytes() for path in (place / 'out').rglob('*') if path.is_file()}
+    assert train(place, init_from='auto', overwrite='true').code == 0
+    assert_same_run(place, straight())
+
+
+@pytest.mark.parametrize('left', [[], ['metrics.jsonl'], ['metrics.jsonl', 'config.json', 'crash.json']], ids=str)
+def test_auto_starts_anew_what_saved_nothing(place, straight, left):
+    """Wherever the same run had ended before its first checkpoint, also with settings that change nothing of it."""
+    assert train(place, max_iters=1, checkpoint_interval=5).code == 0
+    shutil.rmtree(place / 'out/a/ckpt')
+    (place / 'out/a/loss.png').unlink(missing_ok=True), (place / 'out/a/crash.json').write_text('{"step": 1}')
+    for name in {path.name for path in (place / 'out/a').iterdir()} - set(left):
+        (place / 'out/a' / name).unlink()
+    if left == ['metrics.jsonl']:
+        os.truncate(place / 'out/a/metrics.jsonl', 0)  # killed before config.json was written
+    assert train(place, init_from='auto', eval_interval=2).code == 0
+    assert_same_run(place, straight())
+    assert not (place / 'out/a/crash.json').exists()
+
+
 @needs_fork
 def test_disk_full_names_the_file(place):
     """Also where it is no checkpoint that has no room: the error of the system does not say which file it is about."""
@@ -675,7 +761,10 @@ def test_not_finite_stops_before_the_update(place, monkeypatch, poison, value, s
     assert step not in losses(place) and checkpoint.steps(place / 'out/a') == ([2] if step else [])
     if step:
         monkeypatch.undo()
+        assert train(place, gradient_accumulation_steps=4, batch_size=1, init_from='resume', beta1=0.5).code == 2
+        assert (place / 'out/a/crash.json').exists()  # refused, so that the crash is still the last that happened
         assert train(place, gradient_accumulation_steps=4, batch_size=1, init_from='resume').code == 0
+        assert not (place / 'out/a/crash.json').exists()
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
@@ -806,26 +895,35 @@ def test_compiled_trains_alike(place):
 
 # ---- wandb, matplotlib --------------------------------------------------------------------------------------------------------------
 
-def fake_wandb(seen, fails=None):
+def fail_or_hang(name, how):
+    """As a broken wandb may: an error, the end of Python, or no answer until the tests are over."""
+    if how == 'hangs':
+        threading.Event().wait()
+    raise {'fails': ConnectionError, 'exits': SystemExit}[how](f'{name} failed')
+
+
+def fake_wandb(seen, fails=None, how='fails'):
     def method(name):
         def call(*args):
             if name == fails:
-                raise ConnectionError(f'{name} failed')
+                fail_or_hang(name, how)
             seen.append((name, *args))
         return call
     return types.SimpleNamespace(log=method('log'), finish=method('finish'))
 
 
-@pytest.mark.parametrize('fails', ['import', 'init', 'log', 'finish'])
-def test_wandb_that_fails(place, straight, monkeypatch, fails):
-    """Warned once; the losses and metrics.jsonl are those of a run without it."""
+@pytest.mark.parametrize('fails, how', [('import', ''), *itertools.product(['init', 'log', 'finish'], ['fails', 'hangs', 'exits'])])
+def test_wandb_that_fails(place, straight, monkeypatch, fails, how):
+    """Warned once, waited for once; the losses and metrics.jsonl are those of a run without it."""
     def init(**_):
         if fails == 'init':
-            raise ConnectionError('init failed')
-        return fake_wandb([], fails)
+            fail_or_hang('init', how)
+        return fake_wandb([], fails, how)
+    monkeypatch.setattr(metrics, 'LIMITS', dict.fromkeys(metrics.LIMITS, 0.5))
     monkeypatch.setitem(sys.modules, 'wandb', None if fails == 'import' else types.SimpleNamespace(init=init, Settings=dict))
     done = train(place, wandb='online')
     assert done.code == 0 and done.text.count('warning: ') == 1 and 'wandb' in done.text
+    assert ('no answer within 0.5 seconds' in done.text) == (how == 'hangs')
     assert_same_run(place, straight())
 
 
