@@ -90,7 +90,8 @@ def test_learning_rate_on_a_line(step, expected):
     assert rate(step, lr_decay='linear') == pytest.approx(expected)
 
 
-@given(kind=st.sampled_from(['cosine', 'linear']), step=st.integers(0, 60), warmup=st.integers(0, 50), decay=st.integers(1, 50), peak=st.floats(0, 10), low=st.floats(0, 10))
+@given(kind=st.sampled_from(['cosine', 'linear']), step=st.integers(0, 60), warmup=st.integers(0, 50), decay=st.integers(1, 50),
+       peak=st.floats(0, 10), low=st.floats(0, 10))
 def test_learning_rate_is_defined_everywhere(kind, step, warmup, decay, peak, low):
     """Warm-up of none or beyond the end, decay shorter than the run, min_lr above the peak: a rate between 0 and the larger one."""
     value = rate(step, peak, low, warmup, decay, kind)
