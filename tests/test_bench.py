@@ -76,7 +76,8 @@ def test_the_script(tmp_path, peer):
 
 @pytest.mark.parametrize('arguments, message', [
     (['--parts=train,speed'], "'speed' is none of machine, train"), (['--shapes=huge'], "'huge' is none of tiny, baby, gpt2"),
-    (['--wpe=learned,spline'], "'spline' is none of learned, sinusoidal, rope, none, alibi"), (['--rounds=0'], 'rounds=0 must be at least 1'),
+    (['--wpe=learned,spline'], "'spline' is none of learned, sinusoidal, rope, none, alibi"),
+    (['--rounds=0'], 'rounds=0 must be at least 1'),
     (['--peer=nowhere'], '--peer=nowhere: there is no model.py'), (['--json=nowhere/b.json'], 'nowhere/b.json'),
     (['tiny'], 'tiny is no --key=value')])
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, message):
