@@ -15,7 +15,7 @@ import nanope  # noqa: F401 (before torch)
 from tqdm import tqdm
 
 from model import GPTConfig
-from nanope import checkpoint, device, metrics, protocols, report, runset, study
+from nanope import cells, checkpoint, device, metrics, protocols, report, runset, study
 from nanope.configurator import configure, run
 from nanope.files import lock_folder
 from nanope.statistics import summarise
@@ -115,18 +115,24 @@ def main(argv=None):
     lock = lock_folder(config.to, 'written') if files or config.extend else None  # noqa: F841 (held until the process ends)
     try:
         runs, failed, tuned = train_and_extend(config, files, paths)
-    except study.Stopped:
+    except cells.Stopped:
         print('stopped; the same command goes on where this one was', file=sys.stderr)
-        return study.EXIT_STOPPED
-    warnings = [f'{cell["run"]} failed ({study.exit_text(cell["exit"])}) and takes no part' for cell in failed]
+        return cells.EXIT_STOPPED
+    warnings = []
+
+    def warn(line):
+        warnings.append(line)
+        print(f'warning: {line}', file=sys.stderr)
+
+    for cell in failed:
+        warn(f'{cell["run"]} failed ({cells.exit_text(cell["exit"])}) and takes no part')
     untuned = [found for found in runs.values() if not runset.tuned(found)]
-    warnings += [f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}'
-                 for name, values in runset.differences(untuned or list(runs.values())).items() if not tuned or name != tuned['setting']]
+    for name, values in runset.differences(untuned or list(runs.values())).items():
+        if not tuned or name != tuned['setting']:
+            warn(f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}')
     for wpe, value in tuned['best'].items() if tuned else ():
         if value in (list(tuned['losses'][wpe])[0], list(tuned['losses'][wpe])[-1]):
-            warnings.append(f'{wpe}: {tuned["setting"]}={value} is the best of the sweep and at its end; a wider one may find a better')
-    for line in warnings:
-        print(f'warning: {line}', file=sys.stderr)
+            warn(f'{wpe}: {tuned["setting"]}={value} is the best of the sweep and at its end; a wider one may find a better')
     dataset, data = runset.open_data(runs, config.dataset)
     length = config.length or min(map(runset.trained_length, runs.values()))
     data.check_length(length)
@@ -142,9 +148,7 @@ def main(argv=None):
     runset.name_and_tell_apart(rows, failed, runs)
     for row in rows:
         if row['spikes']:
-            warnings.append(f'the training loss of {row["name"]} jumped at step {", ".join(map(str, row["spikes"]))}: its result counts '
-                            'all the same')
-            print(f'warning: {warnings[-1]}', file=sys.stderr)
+            warn(f'the training loss of {row["name"]} jumped at step {", ".join(map(str, row["spikes"]))}: its result counts all the same')
     schemes = summarise(rows, windows)
     machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}
     found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': dataset, 'length': length,
