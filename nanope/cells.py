@@ -111,17 +111,16 @@ def run_script(name, args, log):
 
     SIGINT and SIGTERM go on to the child, which saves and stops; then Stopped is raised. The child has a session of its own, since Ctrl-C
     reaches every process in the foreground of a terminal, and train.py takes a second signal for impatience."""
-    caught = []
-
-    def pass_on(number, frame):
-        caught.append(number)
-        child.send_signal(number)
-
-    with open(log, 'a', encoding='utf-8') as output:
-        child = subprocess.Popen([sys.executable, os.path.join(ROOT, f'{name}.py'), *args], stdout=output, start_new_session=True)
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = child.wait()
+    caught, passed_on = [], 0
+    before = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:                                                          # handled from here on: no child is left behind, however soon one comes
+        with open(log, 'a', encoding='utf-8') as output:
+            child = subprocess.Popen([sys.executable, os.path.join(ROOT, f'{name}.py'), *args], stdout=output, start_new_session=True)
+        while (code := child.poll()) is None:
+            for number in caught[passed_on:]:
+                child.send_signal(number)
+                passed_on += 1
+            time.sleep(0.05)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -439,6 +439,28 @@ def test_a_signal_goes_to_the_child_once(child, number):
     assert (child / 'log').read_text().splitlines() == ['ready', f'seen {int(number)}'] and signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_while_the_child_starts(child, monkeypatch, number):
+    """It reaches us before we know the child, which must not be left running."""
+    popen = cells.subprocess.Popen
+
+    def start_and_signal(*args, **how):
+        process = popen(*args, **how)
+        while 'ready' not in (child / 'log').read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        return process
+
+    before = signal.signal(number, lambda *_: None)              # else a failure would end the tests
+    try:
+        with monkeypatch.context() as patch, pytest.raises(cells.Stopped):
+            patch.setattr(cells.subprocess, 'Popen', start_and_signal)
+            cells.run_script('train', [], child / 'log')
+    finally:
+        signal.signal(number, before)
+    assert (child / 'log').read_text().splitlines() == ['ready', f'seen {int(number)}']
+
+
 def test_the_exit_code_of_a_child(child):
     for code in (0, 2, 65):
         (child / 'train.py').write_text(f'import sys; print(sys.argv[1:]); sys.exit({code})')
