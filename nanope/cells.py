@@ -15,7 +15,7 @@ import time
 from collections import namedtuple
 
 from nanope import checkpoint, metrics
-from nanope.files import lock_folder, read_json, write_json
+from nanope.files import lock_folder, make_folder, read_json, write_json
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EXIT_STOPPED = 75
@@ -34,7 +34,7 @@ def make_missing(to, settings, cells):
 
     settings: those of the study, see open_ledger()."""
     ledger, made, failed = open_ledger(to, settings), [], []
-    os.makedirs(os.path.join(to, 'runs'), exist_ok=True)
+    make_folder(os.path.join(to, 'runs'))
     for cell in cells:
         run = os.path.join(to, 'runs', cell.name)
         wait_for(run)
