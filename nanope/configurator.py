@@ -139,6 +139,12 @@ def restore(cls, values, where):
         raise ValueError(f'{where}: {error}') from None
 
 
+def idle(config, names, where):
+    """A sentence for each of these settings that is not at its default: it does nothing there, and who gave it may not know."""
+    return [f'{name}={getattr(config, name)} does nothing {where}: leave it out'
+            for name in names if getattr(config, name) != getattr(type(config), name)]
+
+
 def takes(hint):
     """(types, choices, both in words) of a field: `Literal['a'] | None` gives ([NoneType], ['a'], 'a|none')."""
     options = [option for part in get_args(hint) or [hint] for option in get_args(part) or [part]]
