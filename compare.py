@@ -1,8 +1,8 @@
 """Compare runs on the same validation tokens: python compare.py out/shakespeare_learned out/shakespeare_rope
 
 With a config file it trains first what is missing, a run a scheme and seed, and with --extend it gives each run a longer context:
-python compare.py config/shakespeare_learned.py --wpe=learned,rope --seeds=3 --extend=yarn,lowrank --to=out/study. Stopped or killed, the
-same command goes on. Prints tables and writes report.json, report.html and compare.png into --to.
+python compare.py config/shakespeare_learned.py --wpe=learned,rope --seeds=3 --extend=yarn,interpolate --to=out/study. Stopped or killed,
+the same command goes on. Prints tables and writes report.json, report.html and compare.png into --to.
 """
 import shlex
 import statistics
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from model import GPTConfig
 from nanope import cells, checkpoint, device, metrics, protocols, report, runset, study
-from nanope.configurator import configure, run
+from nanope.configurator import configure, idle, run
 from nanope.files import lock_folder
 from nanope.statistics import summarise
 
@@ -33,6 +33,7 @@ class CompareConfig:
     extend: str = ''                    # methods, each for the schemes that it fits; yarn:4 = to 4 times the trained length
     extend_to: float = 2.0              # times the trained length, where a method says nothing else
     tune: float = 0.0                   # train the extended runs on for this share of the updates they had, and compare those too
+    tune_lr: float = 0.3                # peak learning rate of that, as a share of the one they had, see docs/results.md
     # evaluating
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint of each run
     dataset: str | None = None          # data to score on; none = what the runs were trained on
@@ -53,10 +54,16 @@ class CompareConfig:
         found += [f'{name}={getattr(self, name)} must be at least {least}' for names, least in
                   (('seeds length eval_tokens stride batch_size', 1), ('context_tokens trials seed', 0))
                   for name in names.split() if getattr(self, name) is not None and getattr(self, name) < least]
+        found += [f'{name}={getattr(self, name)} must be at most 10,000' for name in ('seeds', 'trials') if getattr(self, name) > 10_000]
         if not 0 <= self.tune <= 1:
             found.append(f'tune={self.tune} must be a share of the updates, from 0 to 1')
-        if self.tune and not self.extend:
-            found.append(f'tune={self.tune} is for extended runs: name methods by --extend too')
+        if self.tune_lr <= 0:
+            found.append(f'tune_lr={self.tune_lr} must be above 0')
+        if all(':' in method for method in self.extend.split(',') if method):
+            found += idle(self, ['extend_to'], 'without a method in --extend that names no factor itself')
+        for name, needed, where in (('tune', 'extend', 'without --extend'), ('tune_lr', 'tune', 'without --tune'),
+                                    ('stride', 'context_tokens', 'with --context_tokens=0'), ('seed', 'trials', 'with --trials=0')):
+            found += [] if getattr(self, needed) else idle(self, [name], where)
         return found
 
 
@@ -79,7 +86,7 @@ def train_and_extend(config, files, paths):
         failed += lost
         runs = runset.find_runs([*runs, *extended], config.to, config.step)
         if config.tune:
-            more, lost = study.tune_missing(config.to, {path: checkpoint.load(path) for path in extended}, config.tune)
+            more, lost = study.tune_missing(config.to, {path: checkpoint.load(path) for path in extended}, config.tune, config.tune_lr)
             failed += lost
             runs |= runset.find_runs(more, config.to, 'latest') if more else {}
     return runs, failed, tuned

@@ -17,7 +17,7 @@ from nanope.metrics import run_names
 from nanope.runfolder import IDENTITY
 
 OURS = 'wpe', 'seed', 'out_dir', 'init_from'  # set for each cell
-EXTENSIONS = {'learned': ('lowrank', 'hold', 'tile', 'interpolate', 'random'), 'sinusoidal': ('recompute', 'interpolate'),
+EXTENSIONS = {'learned': ('interpolate', 'lowrank', 'hold', 'tile', 'random'), 'sinusoidal': ('interpolate', 'recompute'),
               'rope': ('yarn', 'linear', 'ntk', 'dynamic', 'llama3', 'none'), 'none': ('none',), 'alibi': ('none',)}  # as in extend.py
 
 
@@ -127,11 +127,11 @@ def extend_missing(to, runs, methods):
     return make_missing(to, {}, cells)
 
 
-def tune_missing(to, runs, share):
+def tune_missing(to, runs, share, lr_share):
     """Train extended runs on for a share of the updates they have had, unless that is done: as make_missing().
 
     Each goes on under its own settings, as many tokens an update as before, by a schedule of its own: warm-up for a tenth, then the
-    cosine. runs: {run folder: its Checkpoint}."""
+    cosine, from lr_share of the learning rates that it had. runs: {run folder: its Checkpoint}."""
     cells = []
     for run, found in runs.items():
         settings, extended = found.state['config'], found.state['extended']
@@ -139,8 +139,9 @@ def tune_missing(to, runs, share):
         ours = {'init_from': run, 'max_iters': updates, 'warmup_iters': updates // 10, 'lr_decay_iters': updates, 'eval_interval': updates,
                 'checkpoint_interval': updates, 'allow_change': False, 'overwrite': True,
                 'batch_size': max(round(settings['batch_size'] / longer), 1)}
+        ours |= {name: settings[name] * lr_share for name in ('learning_rate', 'min_lr', 'muon_lr') if settings.get(name) is not None}
         args = [f'--{name}={value}' for name, value in {**settings, **ours}.items() if name not in IDENTITY | {'out_dir'}]
-        cells.append(Cell(f'{os.path.basename(run)}_tuned', 'train', args, f'{digest(found)} {updates}', settings['wpe'],
+        cells.append(Cell(f'{os.path.basename(run)}_tuned', 'train', args, f'{digest(found)} {updates} {lr_share}', settings['wpe'],
                           f'{extended["method"]} ×{longer:g}, tuned', settings['seed']))
     return make_missing(to, {}, cells)
 

@@ -134,14 +134,19 @@ def test_extended_runs_are_tuned(place, quick):
         config = json.loads((place / f'out/study/runs/{cell}/config.json').read_text())
         before = checkpoint.load(place / f'out/study/runs/{cell.removesuffix("_tuned")}')
         assert rows[cell]['step'] == config['max_iters'] == before.step // 2 and config['block_size'] == 16
-        assert config['batch_size'] * 2 == TINY['batch_size'] and config['learning_rate'] == before.state['config']['learning_rate']
+        assert config['batch_size'] * 2 == TINY['batch_size']
+        for name in ('learning_rate', 'min_lr', 'muon_lr'):      # a whole rate would unsettle what is trained
+            assert config[name] == pytest.approx(0.3 * before.state['config'][name]), name
         assert rows[cell]['extension'].endswith('×2, tuned') and rows[cell]['val_loss'] != rows[cell.removesuffix('_tuned')]['val_loss']
         assert checkpoint.load(place / f'out/study/runs/{cell}').state['origin']['step'] == before.step
     assert [scheme['scheme'] for scheme in read(place)['schemes']] == [
         'learned', 'rope', 'learned + hold ×2', 'rope + yarn ×2', 'learned + hold ×2, tuned', 'rope + yarn ×2, tuned']
     assert compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5').code == 0 and quick == names  # once only
     compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=1')
-    assert quick == names + names[-2:]                           # another share is another run
+    compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=1', '--tune_lr=1')
+    assert quick == names + 2 * names[-2:]                       # another share is another run
+    config = json.loads((place / f'out/study/runs/{names[-1]}/config.json').read_text())
+    assert config['learning_rate'] == TINY['learning_rate']
     refused(compare(place, '--wpe=rope', '--tune=0.5'), 'tune=0.5', '--extend')
     refused(compare(place, '--wpe=rope', '--extend=yarn', '--tune=2'), 'tune=2', '0 to 1')
 
@@ -363,11 +368,23 @@ def test_a_method_that_fits_no_scheme(place, quick):
         script.main(['out/study/runs/rope_1', '--extend=tile', '--to=out/other'])
 
 
+def test_settings_that_do_nothing(place, quick):
+    for args, words in ((['--tune_lr=0.5'], ['tune_lr=0.5 does nothing without --tune', 'leave it out']),
+                        (['--extend_to=3'], ['extend_to=3']), (['--extend=yarn:4', '--extend_to=3'], ['extend_to=3.0', 'names no factor']),
+                        (['--context_tokens=0', '--stride=2'], ['stride=2']), (['--trials=0', '--seed=3'], ['seed=3 does nothing'])):
+        given = [arg for arg in STUDY if arg.partition('=')[0] not in str(args)]
+        with mock.patch(f'{__name__}.STUDY', given):
+            refused(compare(place, '--wpe=rope', *args), *words)
+    assert quick == []
+
+
 def test_settings_that_cannot_be(place):
     for args, words in ((['--train=max_iters=3'], ['max_iters=3', '--name=value']),
                         (['--train=--seed=3'], ['compare.py sets seed itself']),
                         (['--wpe=rope,rop'], ["'rop' is no scheme", 'learned']), (['--wpe=rope,rope'], ['names rope twice']),
-                        (['--seeds=0'], ['seeds=0 must be at least 1']), (['--extend=yarm'], ["'yarm' is no method"]),
+                        (['--seeds=0'], ['seeds=0 must be at least 1']), (['--seeds=1000000000000'], ['must be at most 10,000']),
+                        (['--extend=yarn', '--tune=0.5', '--tune_lr=0'], ['must be above 0']), (['--to=tiny.py/x'], ['tiny.py is a file']),
+                        (['--extend=yarm'], ["'yarm' is no method"]),
                         (['absent.py'], ['absent.py'])):
         refused(compare(place, *args), *words)
     with contextlib.chdir(place), pytest.raises(ValueError, match='give a config file'):
@@ -390,6 +407,9 @@ def test_pictures_of_everything(place):
     assert 'none_2 failed' in page and 'python compare.py tiny.py --to=out/study' in page
     assert all(f'<dt>{name}</dt>' in page for name in found['protocols'])
     assert (place / 'out/study/compare.png').read_bytes().startswith(b'\x89PNG\r\n')
+    smallest = min(float(size) for size in re.findall(r'font: (?:bold )?([\d.]+)px', page) + re.findall(r'font-size: ([\d.]+)px', page))
+    width, = {float(width) for width in re.findall(r'<svg[^>]* viewBox="0 0 ([\d.]+)', page)}
+    assert smallest * int(re.search(r'figure svg {[^}]* min-width: (\d+)px', page)[1]) / width >= 12  # pixels, however narrow the screen
     draw = plots.panels(found)['context']
     assert report.svg(draw) == report.svg(draw) in page          # no date, no random id
 
