@@ -46,6 +46,10 @@ def title(axes, text, note):
     axes.text(0, 1.025, note, transform=axes.transAxes, color='#666666', fontsize=9)
 
 
+def short(text):
+    return text if len(text) <= 28 else text[:13] + '…' + text[-14:]
+
+
 def label_ends(axes, ends):
     """Write beside the right end of each curve what it is, in its colour; texts are moved apart. ends: [(x, y, text, style)]."""
     bottom, top = axes.get_ylim()
@@ -58,8 +62,7 @@ def label_ends(axes, ends):
             stacks[-2:] = [stacks[-2] + stacks[-1]]
     lowest = [min(max(fmean(stack), bottom + gap / 2), top + gap / 2 - len(ends) * gap) for stack in stacks for _ in stack]
     for i, ((x, y, text, style), low) in enumerate(zip(ends, lowest)):
-        text = text if len(text) <= 28 else text[:13] + '…' + text[-14:]
-        axes.annotate(text, (x, min(y, top)), (1.04, low + i * gap), textcoords=axes.get_yaxis_transform(), va='center',
+        axes.annotate(short(text), (x, min(y, top)), (1.04, low + i * gap), textcoords=axes.get_yaxis_transform(), va='center',
                       color=style['color'], fontsize=10 * share / 0.068, parse_math=False,
                       arrowprops={'arrowstyle': '-', 'color': style['color'], 'linewidth': 0.6, 'relpos': (0, 0.5), 'shrinkA': 0})
 
@@ -139,7 +142,8 @@ def draw_differences(axes, schemes, look):
             axes.plot(found['ci95'] or [found['mean']] * 2, [y, y], color=colour, linewidth=2)
             axes.plot(seeds, [y] * len(seeds), 'o', color=colour, alpha=0.4, markersize=4)
             axes.plot(found['mean'], y, 'D', color=colour, markersize=6)
-    axes.set_yticks(range(len(schemes)), [scheme['scheme'] for scheme in schemes], parse_math=False, fontsize=min(10, 180 / len(schemes)))
+    names = [short(scheme['scheme']) for scheme in schemes]
+    axes.set_yticks(range(len(schemes)), names, parse_math=False, fontsize=min(10, 180 / len(schemes)))
     axes.set(xlabel='nats a token; left of the line is better', ylim=(len(schemes) - 0.4, -0.6))
     axes.axvline(0, color='#444444', linewidth=0.8)
     axes.grid(axis='y', visible=False)

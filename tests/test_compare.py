@@ -316,6 +316,14 @@ def test_a_scheme_has_its_colour_in_loss_curves(tmp_path, figures):
     assert second == (plots.COLOURS['rope'], '--') and len(set(others)) == 2
 
 
+def test_long_names_leave_room_for_differences():
+    schemes = [{'scheme': f'{i} {"long" * 30}', 'difference': None} for i in range(20)]
+    fig, (axes,) = plots.figure()
+    plots.draw_differences(axes, schemes, plots.styles([('rope', scheme['scheme']) for scheme in schemes]))
+    FigureCanvasAgg(fig).draw()
+    assert axes.get_window_extent().width > 0.4 * fig.bbox.width and len({each.get_text() for each in axes.get_yticklabels()}) == 20
+
+
 def test_each_extension_has_a_look_of_its_own_in_its_schemes_colour():
     methods = ['', 'interpolate', 'lowrank', 'hold', 'tile', 'random', 'a', 'b']
     schemes = [(wpe, f'{wpe} {method}') for wpe in ('learned', 'rope', None) for method in methods]

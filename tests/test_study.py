@@ -383,12 +383,13 @@ def test_settings_that_cannot_be(place):
                         (['--train=--seed=3'], ['compare.py sets seed itself']),
                         (['--wpe=rope,rop'], ["'rop' is no scheme", 'learned']), (['--wpe=rope,rope'], ['names rope twice']),
                         (['--seeds=0'], ['seeds=0 must be at least 1']), (['--seeds=1000000000000'], ['must be at most 10,000']),
-                        (['--extend=yarn', '--tune=0.5', '--tune_lr=0'], ['must be above 0']), (['--to=tiny.py/x'], ['tiny.py is a file']),
-                        (['--extend=yarm'], ["'yarm' is no method"]),
+                        (['--extend=yarn', '--tune=0.5', '--tune_lr=0'], ['must be above 0']), (['--extend=yarm'], ["'yarm' is no method"]),
                         (['absent.py'], ['absent.py'])):
         refused(compare(place, *args), *words)
     with contextlib.chdir(place), pytest.raises(ValueError, match='give a config file'):
         script.main(['out/rope', '--seeds=3'])
+    with contextlib.chdir(place), pytest.raises(ValueError, match='tiny.py is a file'):
+        script.main(['tiny.py', '--to=tiny.py/x'])
     assert not (place / 'out/study/runs').exists()
 
 
