@@ -17,7 +17,7 @@ from tqdm import tqdm
 from model import GPTConfig
 from nanope import cells, checkpoint, device, metrics, protocols, report, runset, study
 from nanope.configurator import configure, idle, run
-from nanope.files import lock_folder
+from nanope.files import lock_folder, make_folder
 from nanope.statistics import summarise
 
 
@@ -147,6 +147,7 @@ def main(argv=None):
         rows = found.state['config']['block_size']
         if found.state['config']['wpe'] == 'learned' and length > rows:
             raise ValueError(f'--length={length} is beyond the learned table of {path}, which has {rows} rows')
+    make_folder(config.to)                                        # or say that it cannot be, before hours of scoring
     rows, windows, seconds = [], {}, Counter()
     for path, found in tqdm(runs.items(), 'evaluating', disable=None):
         row, windows[path], took = evaluate_run(path, found, data, length, config, device_name)

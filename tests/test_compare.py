@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.image
 import numpy as np
@@ -173,6 +174,8 @@ def test_runs_that_are_no_runs(copy):
     refused(compare(copy), 'no run to compare', 'python compare.py')
     refused(compare(copy, 'out/rope', 'out/absent'), 'out/absent holds no checkpoint')
     refused(compare(copy, 'out/rope', 'out/../out/rope/'), 'out/../out/rope/ is given twice')
+    with mock.patch.object(script, 'evaluate_run', lambda *args: pytest.fail('it was said after the scoring')):
+        refused(compare(copy, 'out/rope', '--to=data/tiny/meta.json'), 'data/tiny/meta.json is a file: give another name')
     for weights in copy.glob('out/learned/ckpt/step_*/model.safetensors'):
         weights.write_bytes(b'')
     refused(compare(copy, 'out/rope', 'out/learned'), 'out/learned/ckpt/step_00000006/model.safetensors has 0 bytes')
