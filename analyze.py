@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from model import GPT, rope_frequencies, sinusoidal_table
 from nanope import checkpoint, device, huggingface, tables
-from nanope.configurator import configure, run
+from nanope.configurator import configure, idle, run
 from nanope.evaluate import windows
-from nanope.files import read_json, write_json
+from nanope.files import make_folder, read_json, write_json
 from nanope.loader import Data
 from nanope.table_report import draw, text_shares, text_table
 
@@ -172,8 +172,10 @@ def main(argv=None):
         raise ValueError(f'{path} is neither a run folder (no ckpt/) nor a Hugging Face folder (no config.json), nor one of '
                          f'{", ".join(huggingface.HUB)}')
     to = config.to or (os.path.join(path, 'analysis') if is_run else 'out/analysis')
+    if not is_run and (nothing := idle(config, ('step', 'eval_tokens', 'batch_size', 'device'), 'where the learned table alone is read')):
+        raise ValueError('\n'.join(f'--{line}' for line in nothing))
     table, std = (None, None) if is_run else read_hugging_face(path)
-    os.makedirs(to, exist_ok=True)
+    make_folder(to)
     if is_run:
         about, sections = analyse_run(path, config, to)
     else:

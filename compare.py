@@ -1,10 +1,9 @@
 """Compare runs on the same validation tokens: python compare.py out/shakespeare_learned out/shakespeare_rope
 
 With a config file it trains first what is missing, a run a scheme and seed, and with --extend it gives each run a longer context:
-python compare.py config/shakespeare_learned.py --wpe=learned,rope --seeds=3 --extend=yarn,lowrank --to=out/study. Stopped or killed, the
-same command goes on. Prints tables and writes report.json, report.html and compare.png into --to.
+python compare.py config/shakespeare_learned.py --wpe=learned,rope --seeds=3 --extend=yarn,interpolate --to=out/study. Stopped or killed,
+the same command goes on. Prints tables and writes report.json, report.html and compare.png into --to.
 """
-import os
 import shlex
 import statistics
 import sys
@@ -16,9 +15,9 @@ import nanope  # noqa: F401 (before torch)
 from tqdm import tqdm
 
 from model import GPTConfig
-from nanope import checkpoint, device, metrics, protocols, report, runset, study
-from nanope.configurator import configure, run
-from nanope.files import lock_folder
+from nanope import cells, checkpoint, device, metrics, protocols, report, runset, study
+from nanope.configurator import configure, idle, run
+from nanope.files import lock_folder, make_folder
 from nanope.statistics import summarise
 
 
@@ -34,6 +33,7 @@ class CompareConfig:
     extend: str = ''                    # methods, each for the schemes that it fits; yarn:4 = to 4 times the trained length
     extend_to: float = 2.0              # times the trained length, where a method says nothing else
     tune: float = 0.0                   # train the extended runs on for this share of the updates they had, and compare those too
+    tune_lr: float = 0.3                # peak learning rate of that, as a share of the one they had, see docs/results.md
     # evaluating
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint of each run
     dataset: str | None = None          # data to score on; none = what the runs were trained on
@@ -54,10 +54,16 @@ class CompareConfig:
         found += [f'{name}={getattr(self, name)} must be at least {least}' for names, least in
                   (('seeds length eval_tokens stride batch_size', 1), ('context_tokens trials seed', 0))
                   for name in names.split() if getattr(self, name) is not None and getattr(self, name) < least]
+        found += [f'{name}={getattr(self, name)} must be at most 10,000' for name in ('seeds', 'trials') if getattr(self, name) > 10_000]
         if not 0 <= self.tune <= 1:
             found.append(f'tune={self.tune} must be a share of the updates, from 0 to 1')
-        if self.tune and not self.extend:
-            found.append(f'tune={self.tune} is for extended runs: name methods by --extend too')
+        if self.tune_lr <= 0:
+            found.append(f'tune_lr={self.tune_lr} must be above 0')
+        if all(':' in method for method in self.extend.split(',') if method):
+            found += idle(self, ['extend_to'], 'without a method in --extend that names no factor itself')
+        for name, needed, where in (('tune', 'extend', 'without --extend'), ('tune_lr', 'tune', 'without --tune'),
+                                    ('stride', 'context_tokens', 'with --context_tokens=0'), ('seed', 'trials', 'with --trials=0')):
+            found += [] if getattr(self, needed) else idle(self, [name], where)
         return found
 
 
@@ -80,7 +86,7 @@ def train_and_extend(config, files, paths):
         failed += lost
         runs = runset.find_runs([*runs, *extended], config.to, config.step)
         if config.tune:
-            more, lost = study.tune_missing(config.to, {path: checkpoint.load(path) for path in extended}, config.tune)
+            more, lost = study.tune_missing(config.to, {path: checkpoint.load(path) for path in extended}, config.tune, config.tune_lr)
             failed += lost
             runs |= runset.find_runs(more, config.to, 'latest') if more else {}
     return runs, failed, tuned
@@ -116,18 +122,24 @@ def main(argv=None):
     lock = lock_folder(config.to, 'written') if files or config.extend else None  # noqa: F841 (held until the process ends)
     try:
         runs, failed, tuned = train_and_extend(config, files, paths)
-    except study.Stopped:
+    except cells.Stopped:
         print('stopped; the same command goes on where this one was', file=sys.stderr)
-        return study.EXIT_STOPPED
-    warnings = [f'{cell["run"]} failed ({study.exit_text(cell["exit"])}) and takes no part' for cell in failed]
+        return cells.EXIT_STOPPED
+    warnings = []
+
+    def warn(line):
+        warnings.append(line)
+        print(f'warning: {line}', file=sys.stderr)
+
+    for cell in failed:
+        warn(f'{cell["run"]} failed ({cells.exit_text(cell["exit"])}) and takes no part')
     untuned = [found for found in runs.values() if not runset.tuned(found)]
-    warnings += [f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}'
-                 for name, values in runset.differences(untuned or list(runs.values())).items() if not tuned or name != tuned['setting']]
+    for name, values in runset.differences(untuned or list(runs.values())).items():
+        if not tuned or name != tuned['setting']:
+            warn(f'the runs differ in {name} too, not in their scheme alone: {", ".join(map(str, values))}')
     for wpe, value in tuned['best'].items() if tuned else ():
         if value in (list(tuned['losses'][wpe])[0], list(tuned['losses'][wpe])[-1]):
-            warnings.append(f'{wpe}: {tuned["setting"]}={value} is the best of the sweep and at its end; a wider one may find a better')
-    for line in warnings:
-        print(f'warning: {line}', file=sys.stderr)
+            warn(f'{wpe}: {tuned["setting"]}={value} is the best of the sweep and at its end; a wider one may find a better')
     dataset, data = runset.open_data(runs, config.dataset)
     length = config.length or min(map(runset.trained_length, runs.values()))
     data.check_length(length)
@@ -137,7 +149,7 @@ def main(argv=None):
             raise ValueError(f'--length={length} is beyond the learned table of {path}, which has {rows} rows')
     if config.stride is not None and config.stride > length:
         raise ValueError(f'--stride={config.stride} would leave targets out between windows of {length} tokens: at most {length}')
-    os.makedirs(config.to, exist_ok=True)                         # now, not after minutes of evaluating
+    make_folder(config.to)                                        # or say that it cannot be, before hours of scoring
     rows, windows, seconds = [], {}, Counter()
     for path, found in tqdm(runs.items(), 'evaluating', disable=None):
         row, windows[path], took = evaluate_run(path, found, data, length, config, device_name)
@@ -146,9 +158,7 @@ def main(argv=None):
     runset.name_and_tell_apart(rows, failed, runs)
     for row in rows:
         if row['spikes']:
-            warnings.append(f'the training loss of {row["name"]} jumped at step {", ".join(map(str, row["spikes"]))}: its result counts '
-                            'all the same')
-            print(f'warning: {warnings[-1]}', file=sys.stderr)
+            warn(f'the training loss of {row["name"]} jumped at step {", ".join(map(str, row["spikes"]))}: its result counts all the same')
     schemes = summarise(rows, windows)
     machine = {name: value for name, value in device.environment(device_name, None, None).items() if value is not None}
     found = {'command': ['python', 'compare.py', *argv], 'machine': machine, 'dataset': dataset, 'length': length,

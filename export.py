@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from model import GPT
 from nanope import checkpoint, metrics
 from nanope.configurator import configure, run
-from nanope.files import read_json, sync, write_json
+from nanope.files import make_folder, read_json, sync, write_json
 from nanope.layouts import KIND, to_config, to_theirs
 from nanope.tokenizer import SEPARATOR, from_json, hugging_face_json
 
@@ -137,6 +137,7 @@ def write_folder(to, found, path):
     parent, name = os.path.split(os.path.abspath(to))
     temporary, old = os.path.join(parent, f'.tmp-{name}'), os.path.join(parent, f'.old-{name}')
     shutil.rmtree(temporary, ignore_errors=True)                  # left by one that was killed
+    make_folder(os.path.dirname(to) or '.')
     os.makedirs(temporary)
     try:
         record = {'step': found.step, **{key: found.state[key] for key in KEPT if key in found.state}}

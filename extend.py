@@ -17,15 +17,15 @@ import torch
 
 from model import GPTConfig
 from nanope import checkpoint
-from nanope.configurator import configure, run
-from nanope.files import sync, write_json
+from nanope.configurator import configure, idle, run
+from nanope.files import check_room, make_folder, sync, write_json
 from nanope.rows import FITS, choose_low_rank, hold_last, low_rank, repeat_all, stretch
 
 METHODS = {  # by scheme; the first is what auto takes
-    'learned': {'lowrank': 'continue its principal components, in the way that predicts held-back rows best',
+    'learned': {'interpolate': 'stretch the table; every row but the first changes, so train it on',
+                'lowrank': 'continue its principal components, in the way that predicts held-back rows best',
                 'hold': 'repeat the last row',
                 'tile': 'repeat the table from its start (Longformer, Beltagy et al. 2020)',
-                'interpolate': 'stretch the table; every row but the first changes',
                 'random': 'draw rows as at the start of training, N(0, wpe_std)'},
     'rope': {'yarn': 'slow down pairs that hardly turn within the trained length, sharpen attention (Peng et al. 2024)',
              'linear': 'slow down all pairs alike (position interpolation, Chen et al. 2023)',
@@ -33,8 +33,8 @@ METHODS = {  # by scheme; the first is what auto takes
              'dynamic': 'as ntk, by the length of the sequence at hand; nothing changes up to the trained one',
              'llama3': 'as yarn, with another ramp, and attention as it was (Dubey et al. 2024)',
              'none': 'plain rope, at positions that were never trained'},
-    'sinusoidal': {'recompute': 'the same formula, at positions that were never trained',
-                   'interpolate': 'divide positions by the factor'},
+    'sinusoidal': {'interpolate': 'divide positions by the factor',
+                   'recompute': 'the same formula, at positions that were never trained'},
     'none': {'none': 'nothing to do, there are no positions'},
     'alibi': {'none': 'nothing to do, there is no table that ends'},
 }
@@ -50,7 +50,8 @@ NAMES = tuple(dict.fromkeys(name for methods in METHODS.values() for name in met
 @dataclass
 class ExtendConfig:
     block_size: int = 0                 # the new context length, tokens
-    method: Literal['auto', *NAMES] = 'auto'  # auto: the scaling that a rope has; else lowrank, yarn, recompute, none
+    method: Literal['auto', *NAMES] = 'auto'  # auto: the scaling that a rope has; else interpolate, yarn, none: the least
+                                        # loss at twice the length, see docs/results.md
     out_dir: str | None = None          # new run folder; none = the old one's name with _<block_size>_<method>
     step: int | Literal['latest', 'best'] = 'latest'  # which checkpoint to extend
     rank: int | None = None             # lowrank: components; none = chosen on held-back rows
@@ -84,8 +85,8 @@ def choose_method(config, old, path):
     method = 'crop' if config.block_size < old.block_size else method
     for name, users in OPTIONS.items():
         used = method in users and not (name == 'factor' and old.wpe == 'learned')
-        if getattr(config, name) != getattr(ExtendConfig, name) and not used:
-            raise ValueError(f'--{name}={getattr(config, name)} does nothing here ({old.wpe}, {method}): leave it out')
+        if not used and (nothing := idle(config, [name], f'here ({old.wpe}, {method})')):
+            raise ValueError(f'--{nothing[0]}')
     return method
 
 
@@ -150,6 +151,7 @@ def write_run(out_dir, step, model, optim, state, environment):
     parent, name = os.path.split(os.path.abspath(out_dir))
     temporary = os.path.join(parent, f'.tmp-{name}')
     shutil.rmtree(temporary, ignore_errors=True)                  # left by one that was killed
+    make_folder(os.path.dirname(out_dir) or '.')
     os.makedirs(temporary)
     try:
         checkpoint.save(temporary, step, model, optim, state, environment)
@@ -171,6 +173,8 @@ def main(argv=None):
     out_dir = config.out_dir or f'{os.path.normpath(runs[0])}_{config.block_size}_{method}'
     if os.path.exists(out_dir):
         raise ValueError(f'{out_dir} exists: give another --out_dir')
+    numbers, learned = config.block_size * old.n_embd, old.wpe == 'learned'  # of the table, or of one layer's states of one sequence
+    check_room(f'block_size={config.block_size:,}', numbers * (16 if learned else 4), numbers * 12 * learned, out_dir)  # 12: with moments
     trained = trained_length(old, extended)
     changes = new_settings(config, old, method, trained)
     replace(old, **changes)                                       # raises ValueError where they do not fit together

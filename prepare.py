@@ -20,7 +20,8 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from nanope import corpus, nanogpt, writer
-from nanope.configurator import configure, run
+from nanope.configurator import configure, idle, run
+from nanope.files import make_folder
 from nanope.tokenizer import SEPARATOR, CharTokenizer, GPT2Tokenizer
 
 PLAYS = Path(__file__).parent / 'data' / 'shakespeare' / 'plays'
@@ -48,7 +49,11 @@ class PrepareConfig:
              f'max_documents={self.max_documents} must be positive or none'),
             (self.workers is None or 0 <= self.workers <= 64, f'workers={self.workers} must be 0 to 64'),
         ]
-        return [problem for fine, problem in checks if not fine]
+        found = [problem for fine, problem in checks if not fine]
+        if self.adopt:
+            found += idle(self, ('text_column', 'split', 'val_fraction', 'max_documents', 'seed', 'workers'), 'with --adopt')
+            found += idle(self, ('input',), 'with --adopt and --tokenizer=gpt2') if self.tokenizer == 'gpt2' else []
+        return found
 
 
 def main():
@@ -73,6 +78,8 @@ def main():
     if hub and (config.split == 'tail' or config.tokenizer == 'char'):
         raise ValueError(f'{name} is read once, for split=documents and tokenizer=gpt2 only: use another name')
     files = corpus.hub_files(name) if hub and not config.input else corpus.find_files(config.input or PLAYS)
+    if files[0].lower().endswith('.txt') and (nothing := idle(config, ('text_column',), 'where the text is .txt')):
+        raise ValueError(f'--{nothing[0]}')
     source = config.input or (f'{hub.repo} on the Hugging Face hub' if hub else 'the plays in data/shakespeare/plays')
     fraction = config.val_fraction or (0.0005 if hub else 0.1)
 
@@ -85,7 +92,7 @@ def main():
     split, sentence = choose_split(config, fraction, documents, characters)
 
     folder = os.path.join('data', name)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     try:
         with FileLock(os.path.join(folder, '.lock'), timeout=0):
             progress = write(config, folder, files, tokenizer, split, expected)
@@ -121,6 +128,8 @@ def choose_tokenizer(config, characters, alphabet):
 def choose_split(config, fraction, documents, characters):
     """((every, cut), a sentence): hold out one document in `every`, or what follows the first `cut` characters."""
     if config.split == 'tail' or documents == 1 and config.split is None and characters:
+        if nothing := idle(config, ('seed',), 'where the tail is held out'):
+            raise ValueError(f'--{nothing[0]}')
         cut = int(characters * (1 - fraction))  # nanoGPT's cut
         if not 0 < cut < characters:
             raise ValueError(f'{characters} characters are too few to hold out some')

@@ -12,7 +12,7 @@ import nanope  # noqa: F401 (before torch)
 import torch
 
 from nanope import checkpoint, device
-from nanope.configurator import configure, run
+from nanope.configurator import configure, idle, run
 from nanope.tokenizer import default_prompt
 
 
@@ -93,6 +93,10 @@ def main(argv=None):
     config, rest = configure(SampleConfig, sys.argv[1:] if argv is None else argv)
     if rest:
         raise ValueError(f'{rest[0]} is no config file (they end in .py) and no --key=value; a run folder is given as --out_dir={rest[0]}')
+    nothing = idle(config, ('top_k', 'top_p', 'seed'), 'at --temperature=0') if config.temperature == 0 else []
+    nothing += idle(config, ('batch_size',), 'for --num_samples=1') if config.num_samples == 1 else []
+    for line in nothing:
+        print(f'warning: --{line}', file=sys.stderr)
     device_name, _ = device.resolve_device(config.device)
     model, tokenizer, found = checkpoint.load_model(config.out_dir, config.step, device_name)
     dtype, _ = device.resolve_dtype(config.dtype, device_name, model.config.n_embd)

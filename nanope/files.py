@@ -2,7 +2,9 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
+import shutil
 
 from filelock import FileLock, Timeout
 
@@ -35,9 +37,31 @@ def sampled_sha256(path, blocks=64, length=2**16):
     return digest.hexdigest()
 
 
+def make_folder(path):
+    """A folder and those it stands in, unless they are there. Raises ValueError where a file is in the way."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        there = path
+        while not os.path.lexists(there):
+            there = os.path.dirname(there)
+        raise ValueError(f'{path} cannot be a folder, as {there} is a file: give another name') from None
+
+
+def check_room(what, memory, disk=0, folder='.'):
+    """Raises ValueError where so many bytes are more than the memory of this machine, or than are free on the disk of a folder to be."""
+    there = os.path.abspath(folder)
+    while not os.path.isdir(there):
+        there = os.path.dirname(there)
+    installed = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') if hasattr(os, 'sysconf') else math.inf
+    for kind, need, have in (('memory', memory, installed), ('disk', disk, shutil.disk_usage(there).free)):
+        if need > have:
+            raise ValueError(f'{what} takes {need / 1e9:,.1f} GB of {kind} at least, and there are {have / 1e9:,.1f}: use less')
+
+
 def lock_folder(folder, doing, wait=False):
     """Make a folder ours until the returned lock is let go or this process ends. Raises ValueError where another has it, or waits."""
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     lock = FileLock(os.path.join(folder, '.lock'))
     try:
         lock.acquire(timeout=-1 if wait else 0)

@@ -73,6 +73,8 @@ def adopt(folder, source, text, kind):
     Raises ValueError where the ids are not those of the text, or of GPT-2."""
     if kind == 'char' and not text:
         raise ValueError('by character, the vocabulary is that of the text: give it, --input=TEXT')
+    if text and not os.path.isfile(text):
+        raise ValueError(f'--input={text} is no file: give the one text that {source} was made from')
     ids = {}
     for split in writer.SPLITS:
         path = os.path.join(source, f'{split}.bin')

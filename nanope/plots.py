@@ -1,13 +1,16 @@
 """Plots of runs: python -m nanope.plots out/a out/b overlays their loss curves into loss.png, or --to=FILE.png."""
 import os
 import sys
+from statistics import fmean
 
 from nanope import metrics
 from nanope.configurator import run
+from nanope.files import make_folder
 
-COLOURS = {'learned': '#0072B2', 'sinusoidal': '#D55E00', 'rope': '#009E73', 'none': '#6b6b6b', 'alibi': '#AA4499'}  # for all eyes
-OTHERS = '#0072B2', '#E69F00', '#009E73', '#882255', '#332288'
-LINES = '-', '--', ':', '-.'
+COLOURS = {'learned': '#0072B2', 'sinusoidal': '#D55E00', 'rope': '#009E73', 'none': '#6B6B6B', 'alibi': '#AA4499'}  # for all eyes
+OTHERS = '#E69F00', '#56B4E9', '#882255', '#332288', '#999933'  # for runs whose scheme is not known
+LINES = '-', '--', ':', '-.', (0, (5, 1, 1, 1, 1, 1)), (0, (9, 2))
+SHADES = 0.0, 0.45, -0.4  # towards white, towards black
 ROOM = 1.0  # nats above the lowest loss that a picture shows at most: past the trained length some schemes lose all sight of the rest
 
 
@@ -24,12 +27,17 @@ def figure(columns=1):
 
 
 def styles(schemes):
-    """Colour and line of each: the colour is the scheme's, the line tells its extensions and settings apart. schemes: [str, ...]."""
+    """Colour and line of each: the colour is the scheme's; the line, then the shade, tell its extensions and settings apart.
+
+    schemes: [(scheme, name), ...]; a tuned extension, which has a panel of its own, looks as the one that it was made of."""
+    from matplotlib.colors import to_hex, to_rgb
     found, seen = [], {}
-    for wpe in schemes:
-        n = seen[wpe] = seen.get(wpe, -1) + 1
-        colour = COLOURS.get(wpe) if n < len(LINES) else None
-        found.append({'color': colour or OTHERS[n % len(OTHERS)], 'linestyle': LINES[n % len(LINES)]})
+    for wpe, name in schemes:
+        names = seen.setdefault(wpe, {})
+        n = names.setdefault(name.removesuffix(', tuned'), len(names))
+        shade = SHADES[n // len(LINES) % len(SHADES)]
+        mixed = [(1 - abs(shade)) * part + max(shade, 0) for part in to_rgb(COLOURS.get(wpe) or OTHERS[n % len(OTHERS)])]
+        found.append({'color': to_hex(mixed).upper(), 'linestyle': LINES[n % len(LINES)]})
     return found
 
 
@@ -38,22 +46,25 @@ def title(axes, text, note):
     axes.text(0, 1.025, note, transform=axes.transAxes, color='#666666', fontsize=9)
 
 
+def short(text):
+    return text if len(text) <= 28 else text[:13] + '…' + text[-14:]
+
+
 def label_ends(axes, ends):
     """Write beside the right end of each curve what it is, in its colour; texts are moved apart. ends: [(x, y, text, style)]."""
     bottom, top = axes.get_ylim()
-    ends, gap = sorted(ends, key=lambda end: end[1]), 0.068 * (top - bottom)
-    heights = [min(max(end[1], bottom), top) for end in ends]
-    ceiling = max(top, bottom + (len(ends) + 1) * gap)            # room above the axes is the title's, while there is enough beside them
-    for _ in range(200):  # neighbours push each other apart until none touches, and off the axis below
-        heights[:1] = [max(height, bottom + gap / 2) for height in heights[:1]]
-        heights[-1:] = [min(height, ceiling) for height in heights[-1:]]
-        for low in range(len(ends) - 1):
-            push = max(gap - (heights[low + 1] - heights[low]), 0) / 2
-            heights[low], heights[low + 1] = heights[low] - push, heights[low + 1] + push
-    for (x, y, text, style), height in zip(ends, heights):
-        text = text if len(text) <= 28 else text[:13] + '…' + text[-14:]
-        axes.annotate(text, (x, min(y, top)), (1.04, height), textcoords=axes.get_yaxis_transform(), va='center', color=style['color'],
-                      arrowprops={'arrowstyle': '-', 'color': style['color'], 'linewidth': 0.6}, parse_math=False)
+    share = min(0.068, 1 / (len(ends) + 1))                       # of the height a label; many are smaller
+    ends, gap = sorted(ends, key=lambda end: end[1]), share * (top - bottom)
+    stacks = []                                                   # of labels that touch; each: where its labels would have its lowest
+    for i, (_, y, *_) in enumerate(ends):
+        stacks.append([min(max(y, bottom), top) - i * gap])
+        while len(stacks) > 1 and fmean(stacks[-2]) > fmean(stacks[-1]):
+            stacks[-2:] = [stacks[-2] + stacks[-1]]
+    lowest = [min(max(fmean(stack), bottom + gap / 2), top + gap / 2 - len(ends) * gap) for stack in stacks for _ in stack]
+    for i, ((x, y, text, style), low) in enumerate(zip(ends, lowest)):
+        axes.annotate(short(text), (x, min(y, top)), (1.04, low + i * gap), textcoords=axes.get_yaxis_transform(), va='center',
+                      color=style['color'], fontsize=10 * share / 0.068, parse_math=False,
+                      arrowprops={'arrowstyle': '-', 'color': style['color'], 'linewidth': 0.6, 'relpos': (0, 0.5), 'shrinkA': 0})
 
 
 # ---- panels: each draws one thing into given axes --------------------------------------------------------------------
@@ -106,7 +117,7 @@ def draw_by_length(axes, schemes, look, protocol, value, base, bars=True):
             axes.plot(x, y, **style, marker='o', markersize=3.5, linewidth=1.4)
             if bars:
                 axes.errorbar(x, y, yerr=error, fmt='none', ecolor=style['color'], alpha=0.4, elinewidth=1.2)
-            ends.append((x[-1], y[-1], scheme['scheme'], style))
+            ends.append((x[-1], y[-1], scheme['scheme'].removesuffix(', tuned'), style))  # which the title says
             drawn += points
     if drawn:
         x, y, _ = zip(*drawn)
@@ -131,7 +142,8 @@ def draw_differences(axes, schemes, look):
             axes.plot(found['ci95'] or [found['mean']] * 2, [y, y], color=colour, linewidth=2)
             axes.plot(seeds, [y] * len(seeds), 'o', color=colour, alpha=0.4, markersize=4)
             axes.plot(found['mean'], y, 'D', color=colour, markersize=6)
-    axes.set_yticks(range(len(schemes)), [scheme['scheme'] for scheme in schemes], parse_math=False, fontsize=min(10, 180 / len(schemes)))
+    names = [short(scheme['scheme']) for scheme in schemes]
+    axes.set_yticks(range(len(schemes)), names, parse_math=False, fontsize=min(10, 180 / len(schemes)))
     axes.set(xlabel='nats a token; left of the line is better', ylim=(len(schemes) - 0.4, -0.6))
     axes.axvline(0, color='#444444', linewidth=0.8)
     axes.grid(axis='y', visible=False)
@@ -143,17 +155,17 @@ def loss_curves(runs, path):
     """Loss curves of run folders into a PNG."""
     fig, (axes,) = figure()
     groups = {name: [run] for name, run in zip(metrics.run_names(runs), runs)}
-    draw_loss_curves(axes, groups, styles([metrics.scheme_of(run) for run in runs]))
+    draw_loss_curves(axes, groups, styles([(metrics.scheme_of(run), name) for name, (run,) in groups.items()]))
     fig.savefig(path, dpi=180)
 
 
 def panels(report):
     """{name: function that draws it into axes} of what a report has to show. report: as in report.json."""
-    look, base = list(zip(report['schemes'], styles([scheme['wpe'] for scheme in report['schemes']]))), report['length']
+    look = list(zip(report['schemes'], styles([(scheme['wpe'], scheme['scheme']) for scheme in report['schemes']])))
     plain = [(scheme, style) for scheme, style in look if not scheme['extension']] or look
     extended = [(scheme, style) for scheme, style in look if (scheme, style) not in plain]
     seeds = '95 % over seeds' + ('' if all(scheme['n_seeds'] > 1 for scheme, _ in look) else '; of one seed, standard error')
-    found, groups = {}, {scheme['scheme']: scheme['runs'] for scheme, _ in plain}
+    found, groups, base = {}, {scheme['scheme']: scheme['runs'] for scheme, _ in plain}, report['length']
 
     def add(name, which, draw, heading, note, *args):
         def panel(axes):
@@ -197,6 +209,9 @@ def main():
         return print('usage: python -m nanope.plots out/a out/b ... [--to=loss.png]')
     for each in [run for run in runs or [''] if not os.path.isfile(os.path.join(run, 'metrics.jsonl'))]:
         raise ValueError(f'{f"{each} holds no metrics.jsonl" if each else "give run folders"}: python -m nanope.plots out/a out/b ...')
+    if os.path.isdir(path):
+        raise ValueError(f'--to={path} is a folder: give a file, --to={os.path.join(path, "loss.png")}')
+    make_folder(os.path.dirname(path) or '.')
     loss_curves(runs, path)
     print(f'wrote {path}: loss while training of {", ".join(metrics.run_names(runs))}')
 

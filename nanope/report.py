@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from nanope import plots
-from nanope.files import write_json
+from nanope.files import make_folder, write_json
 
 
 # ---- numbers as text -------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def page(report):
 
 def write(report, folder):
     """report.json, report.html and compare.png."""
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     write_json(os.path.join(folder, 'report.json'), report)
     plots.comparison(report, os.path.join(folder, 'compare.png'))
     with open(os.path.join(folder, 'report.html'), 'w', encoding='utf-8') as file:

@@ -9,7 +9,7 @@ LABELS = {  # measure -> (what it is called, its format)
     'step_ratio': ('step / step when shuffled', '.3f'), 'toeplitz': ('Toeplitz index', '.3f'),
     'pca_share1': ('variance in 1 component', '.1%'), 'pca_share4': ('variance in 4 components', '.1%'),
     'pca_share12': ('variance in 12 components', '.1%'), 'pca_k90': ('components for 90 %', 'd'),
-    **{f'sinusoid_r2_pc{i}': (f'component {i} as a sinusoid, R²', '.2f') for i in (1, 2, 3, 4)},
+    **{f'sinusoid_r2_pc{i}': (f'component {i} as a sinusoid of at most 10 cycles, R²', '.2f') for i in (1, 2, 3, 4)},
     'power_10': ('power at 10 cycles or fewer', '.1%'), 'read_out_error': ('position read out, error in rows', '.2f'),
     'order_error': ('which row is later, error', '.1%')}
 COLORS = ('#1f4e9c', '#8a8a8a', '#d9822b', '#2f9e63')  # the table, initial, random walk, sinusoidal

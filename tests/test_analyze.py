@@ -338,6 +338,8 @@ def test_folders_that_cannot_be_analysed(tmp_path):
             (['bare'], r'neither a run folder \(no ckpt/\) nor a Hugging Face folder'), (['gone'], 'neither a run'),
             ([], 'give one folder, not 0'), (['a', 'b'], 'give one folder, not 2'),
             (['a', '--skip_rows=-1', '--batch_size=0'], '(?s)skip_rows=-1 must be at least 0.*batch_size=0'),
+            ([plain, '--step=best', '--eval_tokens=9'], '(?s)--step=best does nothing where the.*--eval_tokens=9 does'),
+            ([plain, '--to=plain/config.json'], 'plain/config.json is a file: give another name'),
             ([plain, '--skip_rows=30'], '20 positions less skip_rows=30 are too few')):
         with pytest.raises(ValueError, match=words):
             analyse(tmp_path, *argv)

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.image
 import numpy as np
@@ -173,14 +174,14 @@ def test_runs_that_are_no_runs(copy):
     refused(compare(copy), 'no run to compare', 'python compare.py')
     refused(compare(copy, 'out/rope', 'out/absent'), 'out/absent holds no checkpoint')
     refused(compare(copy, 'out/rope', 'out/../out/rope/'), 'out/../out/rope/ is given twice')
+    with mock.patch.object(script, 'evaluate_run', lambda *args: pytest.fail('it was said after the scoring')):
+        refused(compare(copy, 'out/rope', '--to=data/tiny/meta.json'), 'data/tiny/meta.json is a file: give another name')
     for weights in copy.glob('out/learned/ckpt/step_*/model.safetensors'):
         weights.write_bytes(b'')
     refused(compare(copy, 'out/rope', 'out/learned'), 'out/learned/ckpt/step_00000006/model.safetensors has 0 bytes')
     for name in ('batch_size', 'eval_tokens'):
         refused(compare(copy, 'out/rope', f'--{name}=0'), f'{name}=0 must be at least 1')
     refused(compare(copy, 'out/rope', '--length=4', '--stride=5'), '--stride=5', 'at most 4')
-    (copy / 'file').touch()
-    refused(compare(copy, 'out/rope', '--to=file'), "'file'")
     assert not (copy / 'out/compare').exists()
 
 
@@ -274,7 +275,7 @@ def test_names():
     assert metrics.run_names(['out/x']) == ['x'] and metrics.run_names([]) == []
 
 
-@pytest.mark.parametrize('runs', [1, 3, 9])
+@pytest.mark.parametrize('runs', [1, 3, 9, 24])
 def test_labels_do_not_overlap(tmp_path, figures, runs):
     paths, schemes = [], []
     for i in range(runs):                                        # ends that nearly coincide, names that would be formulas
@@ -291,7 +292,8 @@ def test_labels_do_not_overlap(tmp_path, figures, runs):
     for axes in figures[0].axes:
         boxes = [Text.get_window_extent(text) for text in end_labels(axes)]
         assert len(boxes) == runs and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-        assert all(box.x1 <= frame.x1 and box.y0 >= axes.get_window_extent().y0 - 2 for box in boxes)
+        around = axes.get_window_extent()
+        assert all(box.x1 <= frame.x1 and box.y0 >= around.y0 - 2 and box.y1 <= around.y1 + 2 for box in boxes)  # above is the title
         assert axes.get_window_extent().width > 0.15 * frame.width  # long names leave room for the curves
 
 
@@ -318,6 +320,27 @@ def test_a_scheme_has_its_colour_in_loss_curves(tmp_path, figures):
     assert second == (plots.COLOURS['rope'], '--') and len(set(others)) == 2
 
 
+def test_long_names_leave_room_for_differences():
+    schemes = [{'scheme': f'{i} {"long" * 30}', 'difference': None} for i in range(20)]
+    fig, (axes,) = plots.figure()
+    plots.draw_differences(axes, schemes, plots.styles([('rope', scheme['scheme']) for scheme in schemes]))
+    FigureCanvasAgg(fig).draw()
+    assert axes.get_window_extent().width > 0.4 * fig.bbox.width and len({each.get_text() for each in axes.get_yticklabels()}) == 20
+
+
+def test_each_extension_has_a_look_of_its_own_in_its_schemes_colour():
+    methods = ['', 'interpolate', 'lowrank', 'hold', 'tile', 'random', 'a', 'b']
+    schemes = [(wpe, f'{wpe} {method}') for wpe in ('learned', 'rope', None) for method in methods]
+    look = [(style['color'], str(style['linestyle'])) for style in plots.styles(schemes)]
+    assert len(set(look)) == len(look)
+    used = {wpe: {colour for (other, _), (colour, _) in zip(schemes, look) if other == wpe} for wpe in ('learned', 'rope', None)}
+    assert [colour for colour, _ in look[:6]] == [plots.COLOURS['learned']] * 6 and not used['learned'] & used['rope']
+    for wpe in used:                                             # none is another scheme's
+        assert not used[wpe] & {colour for name, colour in plots.COLOURS.items() if name != wpe}
+    at_once, tuned = plots.styles([('rope', 'rope + yarn ×2'), ('rope', 'rope + yarn ×2, tuned')])
+    assert at_once == tuned                                      # they are never in one panel
+
+
 def test_plots_as_a_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
@@ -333,6 +356,9 @@ def test_plots_as_a_command(tmp_path, monkeypatch, capsys):
         assert call(*args) == (2, '', f'error: {what}: python -m nanope.plots out/a out/b ...\n')
     (tmp_path / 'metrics.jsonl').write_text('{"event": "train", "step": 0, "loss": 4.2}\n')
     assert call('.')[1].startswith('wrote loss.png: ') and (tmp_path / 'loss.png').exists()
+    assert call('.', '--to=new/x.png')[0] == 0 and (tmp_path / 'new/x.png').exists()
+    assert call('.', '--to=new') == (2, '', 'error: --to=new is a folder: give a file, --to=new/loss.png\n')
+    assert call('.', '--to=loss.png/x.png') == (2, '', 'error: loss.png cannot be a folder, as loss.png is a file: give another name\n')
 
 
 # ---- spikes ----------------------------------------------------------------------------------------------------------

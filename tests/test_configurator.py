@@ -9,7 +9,8 @@ from typing import Literal
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from nanope.configurator import configure, help_text, run
+from nanope.configurator import configure, run
+from nanope.usage import help_text
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -274,6 +275,7 @@ Not part of the usage.
 import sys
 from dataclasses import dataclass
 from nanope.configurator import configure, run
+from nanope.usage import help_text
 
 
 @dataclass

@@ -185,6 +185,7 @@ def test_what_is_replaced_and_what_is_not(here):
     for target in ('out/a', 'file'):                              # never: a run, a file
         (here / 'file').touch()
         refused(call(script, 'out/a', f'--to={target}', '--overwrite=true'), f'{target} is a file, a run folder')
+    refused(call(script, 'out/a', '--to=file/x'), 'file cannot be a folder, as file is a file: give another name')
     refused(call(script), 'give one run folder')
     (here / 'mine/config.json').write_text(json.dumps({**read_json('mine/config.json'), 'nanope': {
         **read_json('mine/config.json')['nanope'], 'extended': 7}}))

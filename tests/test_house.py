@@ -1,7 +1,9 @@
 """The house: which file may import which, what no file may do, and that every config and script at least starts."""
 import ast
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -179,6 +181,24 @@ def test_no_line_is_longer_than_140_characters():
         long = [i for i, line in enumerate(lines, 1) if len(line) > 140 and line[0] != '|']  # a table's row cannot be wrapped
         found += [f'{path.relative_to(ROOT)}:{i}' for i in long]
     assert not found, found
+
+
+@pytest.mark.parametrize('page', ['README.md', *(f'docs/{path.name}' for path in sorted(ROOT.glob('docs/*.md')))])
+def test_commands_of_a_page_are_taken(page, monkeypatch):
+    """Their settings exist and fit; what they name need not be there."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / page).read_text('utf-8').replace('\\\n', ' ')
+    commands = [shlex.split(line, comments=True) for line in re.findall(r'^ +(?:\$ )?((?:python|torchrun) .*)', text, re.MULTILINE)]
+    commands = [words for words in commands if '-m' not in words and '-c' not in words]
+    assert len(commands) > 10 or page != 'README.md'
+    for words in commands:
+        script = next(word for word in words if word.endswith('.py'))
+        if script.removesuffix('.py') in SCRIPTS:
+            module = importlib.import_module(script.removesuffix('.py'))
+            config, = [each for name, each in vars(module).items() if name == f'{script[:-3].capitalize()}Config']
+            args = [word for word in words[words.index(script) + 1:] if not re.search(r'\$|=N$', word)]
+            args = [word for word in args if not word.endswith('.py') or (ROOT / word).exists()]
+            configure(config, [arg for arg in args if not arg.endswith('.py')] if script == 'compare.py' else args)
 
 
 @pytest.mark.parametrize('name', SCRIPTS)

@@ -398,7 +398,8 @@ def test_data_that_cannot_be_taken_over(here):
     for args, words in ((['--adopt=ng/char'], 'which are not GPT-2'), (['--adopt=ng/char', '--tokenizer=char'], 'give it, --input=TEXT'),
                         (['--adopt=ng/char', '--input=other.txt'], 'ng/char was not made from other.txt'),
                         (['--adopt=ng/bpe', '--input=text.txt'], 'not by character'), (['--adopt=gone'], 'gone/train.bin is missing'),
-                        (['--adopt=ng/char', '--input=absent.txt'], 'absent.txt')):
+                        (['--adopt=ng/char', '--input=absent.txt'], '--input=absent.txt is no file'),
+                        (['--adopt=ng/char', '--input=ng'], '--input=ng is no file: give the one text')):
         refused(call(prepare, 'plays', *args), words)
         assert not os.path.exists('data/plays/train.bin')
     (here / 'ng/bpe/val.bin').write_bytes(b'abc')

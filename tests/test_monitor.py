@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import compare
-from nanope import checkpoint, lr_range, metrics, monitor, plots, study
+from nanope import cells, checkpoint, lr_range, metrics, monitor, plots
 from nanope.configurator import configure
 from runs import ROOT, flags, losses, start, train, weights
 from small import SCHEMES, build, tokens
@@ -56,7 +56,7 @@ def test_stops_early_and_says_so(place):
     best = checkpoint.best_step(place / 'out/a')
     assert f'the best checkpoint is step {best}, validation loss ' in done.text and '--step=best' in done.text
     assert checkpoint.load(place / 'out/a').step == 4 and list(losses(place)) == [0, 1, 2, 3]
-    assert study.finished(str(place / 'out/a'))                   # compare.py does not train it again
+    assert cells.finished(str(place / 'out/a'))                   # compare.py does not train it again
     done = train(place, **FLAT, patience=2, min_delta=0.01, init_from='resume')
     assert done.code == 0 and list(losses(place)) == [0, 1, 2, 3]  # resumed, it is still over
     assert train(place, **{**FLAT, 'max_iters': 7}, init_from='resume').code == 0  # without patience it goes on

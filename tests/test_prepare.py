@@ -430,6 +430,11 @@ def test_bad_parquet(here, capsys):
     (['shakespeare', '--val_fraction=0.9'], 'at most 0.5'), (['shakespeare', '--max_documents=0'], 'positive'),
     (['shakespeare', '--workers=-1'], '0 to 64'), (['shakespeare', '--tokenizer=word'], 'char|gpt2'),
     (['a', '--input=mixed/a.txt', '--split=documents'], 'use --split=tail'),
+    (['a', '--adopt=b', '--val_fraction=0.2'], 'val_fraction=0.2 does nothing with --adopt'),
+    (['a', '--adopt=b', '--max_documents=5'], 'max_documents=5 does nothing with --adopt'),
+    (['a', '--adopt=b', '--input=mixed/a.txt', '--tokenizer=gpt2'], 'input=mixed/a.txt does nothing with --adopt and --tokenizer=gpt2'),
+    (['a', '--input=mixed/a.txt', '--text_column=body'], '--text_column=body does nothing where the text is .txt'),
+    (['a', '--input=mixed/a.txt', '--seed=3'], '--seed=3 does nothing where the tail is held out'),
     (['openwebtext', '--input=mixed', '--tokenizer=char'], 'tokenizer=gpt2 only'),
 ])
 def test_bad_request(here, capsys, args, message):

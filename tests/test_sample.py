@@ -266,6 +266,15 @@ def test_a_pickle_in_place_of_the_weights_is_never_run(copy, tmp_path):
     assert not (tmp_path / 'sentinel').exists()
 
 
+@pytest.mark.parametrize('settings, warned', [
+    ({'temperature': 0, 'top_k': 3, 'top_p': 0.5, 'seed': 1}, ['top_k=3', 'top_p=0.5', 'seed=1']), ({'top_k': 3, 'seed': 1}, []),
+    ({'batch_size': 8}, ['batch_size=8']), ({'batch_size': 8, 'num_samples': 2}, [])])
+def test_settings_that_do_nothing(models, settings, warned):
+    done = sample(models['rope'][0], **settings)
+    found = [line for line in done.err.splitlines() if line.startswith('warning: --')]
+    assert done.code == 0 and [line.split()[1] for line in found] == [f'--{each}' for each in warned], done.err
+
+
 @pytest.mark.parametrize('setting, words', [
     ({'num_samples': 0}, 'num_samples=0'), ({'max_new_tokens': 0}, 'max_new_tokens=0'), ({'top_k': 0}, 'top_k=0'),
     ({'top_p': 0}, 'top_p=0'), ({'top_p': 1.1}, 'top_p=1.1'), ({'temperature': -1}, 'temperature=-1'), ({'temperature': 'nan'}, 'finite'),

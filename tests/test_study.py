@@ -16,7 +16,7 @@ import pytest
 import compare as script
 import extend
 import train
-from nanope import checkpoint, plots, report, study
+from nanope import cells, checkpoint, plots, report, study
 from nanope.configurator import run
 from nanope.files import lock_folder
 from runs import TINY, start
@@ -36,30 +36,30 @@ def place(place):
 @pytest.fixture(autouse=True)
 def quick(request, monkeypatch):
     """Cells run in this process and no picture is drawn: what is left takes a tenth of the time. Returns the cells as they are run."""
-    cells = []
+    ran = []
 
     def run_script(name, args, log):
         out_dir = next(arg for arg in args if arg.startswith('--out_dir='))
-        cells.append(os.path.basename(out_dir))
+        ran.append(os.path.basename(out_dir))
         main = {'train': train.main, 'extend': extend.main}[name]
         handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             with open(log, 'a') as output, contextlib.redirect_stdout(output), mock.patch.object(plots, 'loss_curves'):
                 run(lambda: main(args))
         except SystemExit as stop:
-            if stop.code == study.EXIT_STOPPED:
-                raise study.Stopped
+            if stop.code == cells.EXIT_STOPPED:
+                raise cells.Stopped
             return stop.code
         finally:
             for each, handler in handlers.items():
                 signal.signal(each, handler)
 
     if not request.node.get_closest_marker('slow'):
-        monkeypatch.setattr(study, 'run_script', run_script)
+        monkeypatch.setattr(cells, 'run_script', run_script)
         if 'pictures' not in request.node.name:
             monkeypatch.setattr(plots, 'comparison', lambda *args: None)
             monkeypatch.setattr(report, 'page', lambda found: '')
-    return cells
+    return ran
 
 
 def compare(folder, *args):
@@ -85,11 +85,11 @@ def refused(done, *words):
 
 def failing(cell, code=65):
     """Patches one cell so that it ends with an exit code, before it has done anything."""
-    work = study.run_script
+    work = cells.run_script
 
     def run_script(name, args, log):
         return code if any(arg.endswith(f'/{cell}') for arg in args) else work(name, args, log)
-    return mock.patch.object(study, 'run_script', run_script)
+    return mock.patch.object(cells, 'run_script', run_script)
 
 
 # ---- a whole study ---------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def test_schemes_seeds_and_extensions(place, quick):
     names = ['learned', 'rope', 'none', 'learned + hold ×4', 'rope + yarn ×2']
     assert [scheme['scheme'] for scheme in found['schemes']] == names and found['length'] == 8 and found['reference'] == 'learned'
     rows = {row['name']: row for row in found['runs']}
-    cells = (('learned', ''), ('rope', ''), ('none', ''), ('learned', '_hold_32'), ('rope', '_yarn_16'))
-    for scheme, (wpe, rest) in zip(found['schemes'], cells, strict=True):
+    expected = (('learned', ''), ('rope', ''), ('none', ''), ('learned', '_hold_32'), ('rope', '_yarn_16'))
+    for scheme, (wpe, rest) in zip(found['schemes'], expected, strict=True):
         a, b = (rows[f'{wpe}_{seed}{rest}']['val_loss'] for seed in (1, 2))
         mean, half = (a + b) / 2, 12.7062 * abs(a - b) / 2       # half: of a 95 % interval of two values
         assert scheme['n_seeds'] == 2 and scheme['val_loss_mean'] == pytest.approx(mean)
@@ -127,21 +127,26 @@ def test_schemes_seeds_and_extensions(place, quick):
 def test_extended_runs_are_tuned(place, quick):
     """Each extension is trained on, from its own weights, for a share of the updates, with as many tokens an update."""
     done = compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5')
-    cells = ['learned_1', 'rope_1', 'learned_1_hold_16', 'rope_1_yarn_16', 'learned_1_hold_16_tuned', 'rope_1_yarn_16_tuned']
-    assert done.code == 0 and quick == cells and 'warning' not in done.err
+    names = ['learned_1', 'rope_1', 'learned_1_hold_16', 'rope_1_yarn_16', 'learned_1_hold_16_tuned', 'rope_1_yarn_16_tuned']
+    assert done.code == 0 and quick == names and 'warning' not in done.err
     rows = {row['name']: row for row in read(place)['runs']}
-    for cell in cells[-2:]:
+    for cell in names[-2:]:
         config = json.loads((place / f'out/study/runs/{cell}/config.json').read_text())
         before = checkpoint.load(place / f'out/study/runs/{cell.removesuffix("_tuned")}')
         assert rows[cell]['step'] == config['max_iters'] == before.step // 2 and config['block_size'] == 16
-        assert config['batch_size'] * 2 == TINY['batch_size'] and config['learning_rate'] == before.state['config']['learning_rate']
+        assert config['batch_size'] * 2 == TINY['batch_size']
+        for name in ('learning_rate', 'min_lr', 'muon_lr'):      # a whole rate would unsettle what is trained
+            assert config[name] == pytest.approx(0.3 * before.state['config'][name]), name
         assert rows[cell]['extension'].endswith('×2, tuned') and rows[cell]['val_loss'] != rows[cell.removesuffix('_tuned')]['val_loss']
         assert checkpoint.load(place / f'out/study/runs/{cell}').state['origin']['step'] == before.step
-    names = [scheme['scheme'] for scheme in read(place)['schemes']]
-    assert names == ['learned', 'rope', 'learned + hold ×2', 'rope + yarn ×2', 'learned + hold ×2, tuned', 'rope + yarn ×2, tuned']
-    assert compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5').code == 0 and quick == cells  # once only
+    assert [scheme['scheme'] for scheme in read(place)['schemes']] == [
+        'learned', 'rope', 'learned + hold ×2', 'rope + yarn ×2', 'learned + hold ×2, tuned', 'rope + yarn ×2, tuned']
+    assert compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=0.5').code == 0 and quick == names  # once only
     compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=1')
-    assert quick == cells + cells[-2:]                           # another share is another run
+    compare(place, '--wpe=learned,rope', '--extend=hold:2,yarn:2', '--tune=1', '--tune_lr=1')
+    assert quick == names + 2 * names[-2:]                       # another share is another run
+    config = json.loads((place / f'out/study/runs/{names[-1]}/config.json').read_text())
+    assert config['learning_rate'] == TINY['learning_rate']
     refused(compare(place, '--wpe=rope', '--tune=0.5'), 'tune=0.5', '--extend')
     refused(compare(place, '--wpe=rope', '--extend=yarn', '--tune=2'), 'tune=2', '0 to 1')
 
@@ -150,8 +155,8 @@ def test_a_tuning_that_was_killed(place, quick):
     """What was tuned for another share does not count; a child left behind is waited for, and what it has done is not done again."""
     cell, args = 'rope_1_yarn_16_tuned', ('--wpe=rope', '--extend=yarn')
     assert compare(place, *args, '--tune=0.5').code == 0 and quick.count(cell) == 1
-    with mock.patch.object(study, 'run_script', mock.Mock(side_effect=study.Stopped)):
-        assert compare(place, *args, '--tune=1').code == study.EXIT_STOPPED
+    with mock.patch.object(cells, 'run_script', mock.Mock(side_effect=cells.Stopped)):
+        assert compare(place, *args, '--tune=1').code == cells.EXIT_STOPPED
     assert read(place, 'ledger')['cells'][cell]['state'] == 'stopped'
     assert compare(place, *args, '--tune=1').code == 0 and quick.count(cell) == 2
     assert json.loads((place / f'out/study/runs/{cell}/config.json').read_text())['max_iters'] == TINY['max_iters']
@@ -210,7 +215,7 @@ def test_stopped_and_run_again_gives_the_same_report(place, tmp_path_factory, qu
     straight = tmp_path_factory.mktemp('straight')
     shutil.copytree(place, straight, dirs_exist_ok=True)
     assert compare(straight, f'--wpe={SCHEMES}', '--extend=yarn').code == 0
-    work, stops, script_of, done = train.update, ['learned_1', 'none_1'], study.run_script, []
+    work, stops, script_of, done = train.update, ['learned_1', 'none_1'], cells.run_script, []
 
     def stopping(*args):
         config, step = args[3], args[5]
@@ -222,11 +227,11 @@ def test_stopped_and_run_again_gives_the_same_report(place, tmp_path_factory, qu
     def stopping_once(name, args, log):
         if name == 'extend' and not done:
             done.append(name)
-            raise study.Stopped
+            raise cells.Stopped
         return script_of(name, args, log)
 
     before = len(quick)
-    with mock.patch.object(train, 'update', stopping), mock.patch.object(study, 'run_script', stopping_once):
+    with mock.patch.object(train, 'update', stopping), mock.patch.object(cells, 'run_script', stopping_once):
         for cell in ('learned_1', 'none_1', 'rope_1_yarn_16'):
             stopped = compare(place, f'--wpe={SCHEMES}', '--extend=yarn')
             assert stopped.code == 75 and 'the same command goes on' in stopped.err and not (place / 'out/study/report.json').exists()
@@ -287,8 +292,8 @@ def test_a_loss_that_is_not_finite(place):
 
 
 def test_exit_codes_in_words():
-    assert study.exit_text(-9) == 'ended by SIGKILL' and study.exit_text(65) == 'exit code 65, the loss was not finite'
-    assert study.exit_text(1) == 'exit code 1'
+    assert cells.exit_text(-9) == 'ended by SIGKILL' and cells.exit_text(65) == 'exit code 65, the loss was not finite'
+    assert cells.exit_text(1) == 'exit code 1'
 
 
 # ---- what a study folder says ----------------------------------------------------------------------------------------
@@ -305,15 +310,15 @@ def test_another_study_in_the_same_folder_is_refused(place, quick):
 def test_a_run_is_finished_when_its_folder_says_so(place, quick):
     assert compare(place, '--wpe=rope').code == 0
     folder = place / 'out/study/runs/rope_1'
-    assert study.finished(folder) and not study.finished(place / 'out/nothing')
+    assert cells.finished(folder) and not cells.finished(place / 'out/nothing')
     os.remove(place / 'out/study/ledger.json')                   # the ledger may be lost
     assert compare(place, '--wpe=rope').code == 0 and quick == ['rope_1']
     assert read(place, 'ledger')['cells']['rope_1']['state'] == 'done'
     records = (folder / 'metrics.jsonl').read_text()
     (folder / 'metrics.jsonl').write_text(records[:records.rindex('{"event": "final"')])
-    assert not study.finished(folder) and compare(place, '--wpe=rope').code == 0 and len(quick) == 2 and study.finished(folder)
+    assert not cells.finished(folder) and compare(place, '--wpe=rope').code == 0 and len(quick) == 2 and cells.finished(folder)
     os.truncate(folder / 'ckpt/step_00000006/model.safetensors', 100)
-    assert not study.finished(folder) and compare(place, '--wpe=rope').code == 0 and len(quick) == 3 and study.finished(folder)
+    assert not cells.finished(folder) and compare(place, '--wpe=rope').code == 0 and len(quick) == 3 and cells.finished(folder)
 
 
 def test_an_extension_is_made_again_when_its_run_was_trained_on(place, quick):
@@ -321,7 +326,7 @@ def test_an_extension_is_made_again_when_its_run_was_trained_on(place, quick):
 
     def trained_for(steps):
         args = ['tiny.py', '--wpe=rope', '--out_dir=out/rope', '--init_from=auto', f'--max_iters={steps}']
-        assert study.run_script('train', args, 'log') == 0
+        assert cells.run_script('train', args, 'log') == 0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             assert not script.main(given)
         return {row['name']: row['step'] for row in read(place)['runs']}
@@ -336,7 +341,7 @@ def test_a_tuned_extension_is_a_scheme_of_its_own(place):
     assert compare(place, '--wpe=rope', '--extend=linear').code == 0
     with contextlib.chdir(place):
         tuned = ['tiny.py', '--init_from=out/study/runs/rope_1_linear_16', '--out_dir=out/tuned', '--max_iters=2', '--seed=1']
-        assert study.run_script('train', tuned, 'log') == 0, (place / 'log').read_text()
+        assert cells.run_script('train', tuned, 'log') == 0, (place / 'log').read_text()
     assert compare(place, '--wpe=rope', 'out/tuned').code == 0
     assert compare(place, '--wpe=rope', 'out/tuned', 'out/study/runs/rope_1_linear_16').code == 0
     found = read(place)
@@ -363,15 +368,28 @@ def test_a_method_that_fits_no_scheme(place, quick):
         script.main(['out/study/runs/rope_1', '--extend=tile', '--to=out/other'])
 
 
+def test_settings_that_do_nothing(place, quick):
+    for args, words in ((['--tune_lr=0.5'], ['tune_lr=0.5 does nothing without --tune', 'leave it out']),
+                        (['--extend_to=3'], ['extend_to=3']), (['--extend=yarn:4', '--extend_to=3'], ['extend_to=3.0', 'names no factor']),
+                        (['--context_tokens=0', '--stride=2'], ['stride=2']), (['--trials=0', '--seed=3'], ['seed=3 does nothing'])):
+        given = [arg for arg in STUDY if arg.partition('=')[0] not in str(args)]
+        with mock.patch(f'{__name__}.STUDY', given):
+            refused(compare(place, '--wpe=rope', *args), *words)
+    assert quick == []
+
+
 def test_settings_that_cannot_be(place):
     for args, words in ((['--train=max_iters=3'], ['max_iters=3', '--name=value']),
                         (['--train=--seed=3'], ['compare.py sets seed itself']),
                         (['--wpe=rope,rop'], ["'rop' is no scheme", 'learned']), (['--wpe=rope,rope'], ['names rope twice']),
-                        (['--seeds=0'], ['seeds=0 must be at least 1']), (['--extend=yarm'], ["'yarm' is no method"]),
+                        (['--seeds=0'], ['seeds=0 must be at least 1']), (['--seeds=1000000000000'], ['must be at most 10,000']),
+                        (['--extend=yarn', '--tune=0.5', '--tune_lr=0'], ['must be above 0']), (['--extend=yarm'], ["'yarm' is no method"]),
                         (['absent.py'], ['absent.py'])):
         refused(compare(place, *args), *words)
     with contextlib.chdir(place), pytest.raises(ValueError, match='give a config file'):
         script.main(['out/rope', '--seeds=3'])
+    with contextlib.chdir(place), pytest.raises(ValueError, match='tiny.py is a file'):
+        script.main(['tiny.py', '--to=tiny.py/x'])
     assert not (place / 'out/study/runs').exists()
 
 
@@ -390,6 +408,9 @@ def test_pictures_of_everything(place):
     assert 'none_2 failed' in page and 'python compare.py tiny.py --to=out/study' in page
     assert all(f'<dt>{name}</dt>' in page for name in found['protocols'])
     assert (place / 'out/study/compare.png').read_bytes().startswith(b'\x89PNG\r\n')
+    smallest = min(float(size) for size in re.findall(r'font: (?:bold )?([\d.]+)px', page) + re.findall(r'font-size: ([\d.]+)px', page))
+    width, = {float(width) for width in re.findall(r'<svg[^>]* viewBox="0 0 ([\d.]+)', page)}
+    assert smallest * int(re.search(r'figure svg {[^}]* min-width: (\d+)px', page)[1]) / width >= 12  # pixels, however narrow the screen
     draw = plots.panels(found)['context']
     assert report.svg(draw) == report.svg(draw) in page          # no date, no random id
 
@@ -418,7 +439,7 @@ def child(tmp_path, monkeypatch):
     """run_script as it is, on a train.py that waits for a signal."""
     (tmp_path / 'train.py').write_text(CHILD)
     monkeypatch.undo()
-    monkeypatch.setattr(study, 'ROOT', str(tmp_path))
+    monkeypatch.setattr(cells, 'ROOT', str(tmp_path))
     return tmp_path
 
 
@@ -433,22 +454,44 @@ def test_a_signal_goes_to_the_child_once(child, number):
     before = signal.getsignal(number)
     thread = threading.Thread(target=send)
     thread.start()
-    with pytest.raises(study.Stopped):
-        study.run_script('train', [], child / 'log')
+    with pytest.raises(cells.Stopped):
+        cells.run_script('train', [], child / 'log')
     thread.join()
     assert (child / 'log').read_text().splitlines() == ['ready', f'seen {int(number)}'] and signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_while_the_child_starts(child, monkeypatch, number):
+    """It reaches us before we know the child, which must not be left running."""
+    popen = cells.subprocess.Popen
+
+    def start_and_signal(*args, **how):
+        process = popen(*args, **how)
+        while 'ready' not in (child / 'log').read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        return process
+
+    before = signal.signal(number, lambda *_: None)              # else a failure would end the tests
+    try:
+        with monkeypatch.context() as patch, pytest.raises(cells.Stopped):
+            patch.setattr(cells.subprocess, 'Popen', start_and_signal)
+            cells.run_script('train', [], child / 'log')
+    finally:
+        signal.signal(number, before)
+    assert (child / 'log').read_text().splitlines() == ['ready', f'seen {int(number)}']
 
 
 def test_the_exit_code_of_a_child(child):
     for code in (0, 2, 65):
         (child / 'train.py').write_text(f'import sys; print(sys.argv[1:]); sys.exit({code})')
-        assert study.run_script('train', ['--a=b c'], child / 'log') == code
+        assert cells.run_script('train', ['--a=b c'], child / 'log') == code
     assert (child / 'log').read_text() == "['--a=b c']\n" * 3
     (child / 'train.py').write_text('import os; os.kill(os.getpid(), 9)')
-    assert study.run_script('train', [], child / 'log') == -9
+    assert cells.run_script('train', [], child / 'log') == -9
     (child / 'train.py').write_text('raise SystemExit(75)')      # it was told to stop, and not by us
-    with pytest.raises(study.Stopped):
-        study.run_script('train', [], child / 'log')
+    with pytest.raises(cells.Stopped):
+        cells.run_script('train', [], child / 'log')
 
 
 def test_a_child_left_behind_is_waited_for(tmp_path, capsys):
@@ -462,9 +505,9 @@ def test_a_child_left_behind_is_waited_for(tmp_path, capsys):
         os._exit(0)
     os.read(ready, 1)
     started = time.monotonic()
-    study.wait_for(tmp_path / 'run')
+    cells.wait_for(tmp_path / 'run')
     assert time.monotonic() - started > 0.3 and 'waiting for it' in capsys.readouterr().out and os.waitpid(child, 0)[1] == 0
-    study.wait_for(tmp_path / 'run')
+    cells.wait_for(tmp_path / 'run')
     assert capsys.readouterr().out == ''
 
 
