@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from copy import deepcopy
 from dataclasses import asdict
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import sample as script
+from model import KVCache
 from nanope import checkpoint
 from nanope.configurator import run
 from nanope.files import sha256, write_json
@@ -264,6 +266,18 @@ def test_a_pickle_in_place_of_the_weights_is_never_run(copy, tmp_path):
     write_json(folder / 'manifest.json', {**manifest, 'digest': checkpoint.seal(manifest)})
     refused(sample(copy), 'step_00000008/model.safetensors', 'not a safetensors file')
     assert not (tmp_path / 'sentinel').exists()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('wpe', SCHEMES)
+def test_format_of_weights_and_cache(models, monkeypatch, wpe, dtype):
+    """What a step reads is in the format asked for; the tables of positions stay in float32."""
+    (folder, model), seen, append = models[wpe], set(), KVCache.append
+    monkeypatch.setattr(KVCache, 'append', lambda cache, layer, k, v: seen.add(k.dtype) or append(cache, layer, k, v))
+    rounded = deepcopy(model).to(getattr(torch, dtype))
+    done = sample(folder, dtype=dtype, max_new_tokens=60)
+    assert done.code == 0 and seen == {getattr(torch, dtype)} and done.out == f'romeo{drawn(rounded, "romeo", 60, top_k=200)}\n'
+    assert wpe not in ('sinusoidal', 'rope') or rounded.wpe_table.dtype == torch.float32
 
 
 @pytest.mark.parametrize('settings, warned', [
