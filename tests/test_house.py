@@ -18,7 +18,8 @@ from runs import ROOT
 from train import TrainConfig
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob('*.py') if path.stem != 'model')
-CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py') if 'finetune' not in path.stem and 'fast' not in path.stem)  # by scheme
+OTHERS = 'finetune_shakespeare', 'shakespeare_fast', 'gpt2_muon'
+CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py') if path.stem not in OTHERS)  # by scheme
 LAZY = {'datasets', 'wandb', 'matplotlib', 'tiktoken', 'transformers', 'huggingface_hub', 'tokenizers'}  # a run may not need them
 
 
@@ -163,6 +164,12 @@ def test_a_config_differs_from_its_base_in_scheme_and_folder_alone(name):
     families = {config.partition('_')[0] for config in CONFIGS}
     assert {'gpt2', 'shakespeare'} <= families
     assert set(CONFIGS) >= {f'{each}_{scheme}' for each in families for scheme in ('learned', 'sinusoidal', 'rope', 'none')}
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_a_config_of_its_own_kind_is_valid(name):
+    config, rest = configure(TrainConfig, [str(ROOT / f'config/{name}.py')])
+    assert rest == [] and config.out_dir == f'out/{name}'
 
 
 def test_requirements_are_pinned():
