@@ -225,21 +225,19 @@ class Bench:
 
     def start(self):
         """Seconds from starting a process to the end of its first update, and to its first sampled character."""
-        if not os.path.exists('data/shakespeare/meta.json'):
-            return print('\nSTART-UP: not measured, there is no data/shakespeare here: python prepare.py shakespeare')
         times, peer = {'train.py': [], 'sample.py': []}, self.peer and Path(self.config.peer)
         if peer and (peer / 'out-shakespeare-char/ckpt.pt').exists():
             times["nanoGPT's sample.py"] = []
+        small = '--n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --batch_size=12 --max_iters=1 --eval_tokens=64'.split()
+        ours, theirs = [f'--device={self.device}', '--max_new_tokens=1'], ['--out_dir=out-shakespeare-char', '--num_samples=1']
         with tempfile.TemporaryDirectory() as folder:
-            small = ['--n_layer=4', '--n_head=4', '--n_embd=128', '--block_size=64', '--batch_size=12', '--max_iters=1', '--eval_tokens=64']
+            measure.seconds_to_line([ROOT / 'prepare.py', 'shakespeare'], '', folder)
             for n in range(self.config.rounds + 1):               # the first one fills the disk cache, and leaves a run to sample from
-                took = {'train.py': measure.seconds_to_line([ROOT / 'train.py', '--dataset=shakespeare', f'--out_dir={folder}/{n}', *small],
-                                                            'step 1:', stop=n > 0),
-                        'sample.py': measure.seconds_to_line([ROOT / 'sample.py', f'--out_dir={folder}/0', '--max_new_tokens=1'], '')}
+                train = [ROOT / 'train.py', '--dataset=shakespeare', f'--out_dir=out/{n}', ours[0], *small]
+                took = {'train.py': measure.seconds_to_line(train, 'step 1:', folder, stop=n > 0),
+                        'sample.py': measure.seconds_to_line([ROOT / 'sample.py', '--out_dir=out/0', *ours], '', folder)}
                 if len(times) > 2:
-                    took["nanoGPT's sample.py"] = measure.seconds_to_line(
-                        ['sample.py', '--out_dir=out-shakespeare-char', f'--device={self.device}', '--num_samples=1', '--max_new_tokens=1'],
-                        '---', peer)
+                    took["nanoGPT's sample.py"] = measure.seconds_to_line(['sample.py', *theirs, *ours], '---', peer)
                 for name, seconds in took.items():
                     if seconds is None:
                         return print(f'\nSTART-UP: not measured, {name} failed')
