@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
-from nanope import huggingface, nanogpt, parallel
+from nanope import huggingface, layouts, nanogpt, parallel
 from nanope.configurator import restore
 from nanope.files import read_json, sha256, sync, write_json
 from nanope.tokenizer import from_json
@@ -254,12 +254,9 @@ def load_model(run, step='latest', device='cpu'):
     """(model, tokenizer, checkpoint) of a run folder, ready for inference. Everything comes from the checkpoint."""
     checkpoint = load(run, step)
     config, tensors = model_config(checkpoint), checkpoint.tensors('model')
-    tokens = {'transformer.wte.weight': torch.Size([config.padded_vocab_size, config.n_embd])}
-    check_fit(tokens, {name: tensors[name] for name in tokens if name in tensors}, checkpoint.path)
     if config.n_layer > len(tensors):  # before a model of any size is built
         raise ValueError(f'{checkpoint.path} has {len(tensors)} tensors, too few for n_layer={config.n_layer}')
-    with torch.device('meta'):  # no memory and no time for weights that are about to be replaced
-        model = GPT(config, seed=None)
-    model.to_empty(device=device)
+    check_fit(layouts.shapes(config), tensors, checkpoint.path)
+    model = GPT(config, seed=None).to(device)
     load_weights(model, tensors, checkpoint.path)
     return model.eval(), from_json(checkpoint.state['tokenizer']), checkpoint

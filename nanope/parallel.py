@@ -47,10 +47,10 @@ def all_there():
         yield
     except RuntimeError as error:
         reason = brief(error)
-        if not (isinstance(error, dist.DistError) or 'gloo' in reason.lower()):
+        if not (isinstance(error, dist.DistError) or re.search('gloo|pair closure|time[d ]*out|connection', reason, re.I)):
             raise
         what = (f'has waited {patience()} s for another of the {world} processes: it hangs, or NANOPE_PATIENCE is to be larger'
-                if 'timed out' in reason.lower() else f'has lost another of the {world} processes: it was killed or failed')
+                if re.search('time[d ]*out', reason, re.I) else f'has lost another of the {world} processes: it was killed or failed')
         raise ConnectionError(f'rank {rank} {what} ({reason}). The last checkpoint is whole: go on with the same command and '
                               '--init_from=resume') from None
 

@@ -77,6 +77,19 @@ def kill(number):
     return lambda: os.kill(os.getpid(), number)
 
 
+@pytest.mark.parametrize('message, words', [
+    ('[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7', 'has lost another'),
+    ('[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation', 'has waited'),
+    ('Application timeout caused pair closure', 'has waited'), ('Read error: Connection reset by peer', 'has lost another'),
+    ('mat1 and mat2 shapes cannot be multiplied', None), ('[enforce fail at alloc_cpu.cpp] not enough memory', None)])
+def test_what_a_lost_process_is_known_by(message, words):
+    """All that gloo says when a process is gone or silent; other errors stay what they are."""
+    with pytest.raises(ConnectionError if words else RuntimeError, match=words or message[:20].replace('[', r'\[')) as error:
+        with parallel.all_there():
+            raise RuntimeError(message)
+    assert words is None or '--init_from=resume' in str(error.value)
+
+
 # ---- two forks of this process ------------------------------------------------------------------------------------------------------
 
 def test_two_ranks_are_one_process(place):

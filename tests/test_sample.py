@@ -310,7 +310,8 @@ def test_a_trained_run_as_a_process_that_imports_no_more_than_it_needs(place):
     code = ('import runpy, sys\nsys.argv = ["sample.py", "--out_dir=out/a", "--start=Hämlet", "--max_new_tokens=50", "--device=cpu"]\n'
             'try: runpy.run_path(sys.path[0] + "/sample.py", run_name="__main__")\n'
             'except SystemExit as stop: assert stop.code == 0, stop.code\n'
-            'print(sorted({"tiktoken", "datasets", "wandb", "matplotlib", "transformers"} & set(sys.modules)), file=sys.stderr)')
+            'print(sorted({"tiktoken", "datasets", "wandb", "matplotlib", "transformers", "sympy",\n'
+            '              "torch._dynamo"} & set(sys.modules)), file=sys.stderr)')
     done = subprocess.run([sys.executable, '-c', f'import sys; sys.path[0] = {str(ROOT)!r}\n{code}'], cwd=place, capture_output=True,
                           text=True, encoding='utf-8', env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONIOENCODING': 'utf-8'})
     assert done.returncode == 0 and done.stderr.splitlines()[-1] == '[]', done.stderr
