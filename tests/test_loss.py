@@ -1,6 +1,7 @@
 """The loss in pieces is the loss; attention in bfloat16 is attention; compiled and fixed shapes change nothing but rounding."""
 import functools
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -148,6 +149,26 @@ def test_compiled_steps(wpe):
     assert torch.equal(greedy(model, tokens(1, 20), 150, step=compiled), greedy(model, tokens(1, 20), 150))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(greedy(model, tokens(1, 5, 9), 140, step=compiled), greedy(model, tokens(1, 5, 9), 140))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_frozen_steps(monkeypatch, dtype):
+    """On a CPU weights in bfloat16, and no others, are frozen, to be laid out anew. Logits as near to float64 as eager ones."""
+    import torch._inductor.freezing as freezing
+    torch._dynamo.reset()
+    frozen, freeze = [], freezing.freeze
+    monkeypatch.setattr(freezing, 'freeze', lambda *args, **kwargs: frozen.append(1) or freeze(*args, **kwargs))
+    model, idx = build('rope', n_layer=2).to(dtype), tokens(1, 8)
+    exact = deepcopy(model).double()(idx)[:, 5:]
+    compiled, errors = device.compile_step(model, 'cpu'), []
+    for step in (None, compiled):
+        cache = KVCache(2, 32, fixed=32)
+        model(idx[:, :5], cache=cache)
+        logits = torch.cat([model(idx[:, t:t + 1], cache=cache, step=step) for t in range(5, 8)], dim=1)
+        errors.append((logits - exact).norm() / exact.norm())
+    assert errors[1] < 2 * errors[0] < (0.1 if dtype == torch.bfloat16 else 1e-5) and len(frozen) == (dtype == torch.bfloat16)
 
 
 # ---- optimizers, when to compile ---------------------------------------------------------------------------------------------------
