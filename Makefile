@@ -16,7 +16,7 @@ test: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 2 --dist=loadfile
 
 test-slow: $(VENV)/installed-dev
-	$(PY) -m pytest -q -m 'slow and not gpu'
+	$(PY) -m pytest -q -n 2 --dist=loadfile -m 'slow and not gpu'
 
 reliability: $(VENV)/installed-dev
 	PYTHONPATH=tests $(PY) -m pytest -q -m 'not gpu' -p reliability
