@@ -208,13 +208,22 @@ class KVCache:
         return self.keys[layer][:, :, :self.look], self.values[layer][:, :, :self.look]
 
 
+class Embedding(nn.Embedding):
+    """With no weights of torch's own, as Linear below: GPT draws or loads them. On the meta device torch's draw imports its compiler."""
+    reset_parameters = lambda self: None  # noqa: E731
+
+
+class Linear(nn.Linear):
+    reset_parameters = lambda self: None  # noqa: E731
+
+
 class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
         self.n_head, self.dropout, self.layer = config.n_head, config.dropout, layer
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None):
@@ -250,9 +259,9 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.gelu = nn.GELU(approximate='tanh')
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -289,15 +298,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.checkpoint_blocks = config, False       # True: less memory in training, see forward()
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+            wte=Embedding(config.padded_vocab_size, config.n_embd),
             drop=nn.Dropout(config.dropout),
             h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
         ))
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight         # weight tying
         if config.wpe == 'learned':                               # position scheme 1/3: only 'learned' owns a parameter
-            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.transformer.wpe = Embedding(config.block_size, config.n_embd)
         self.build_tables()
         if seed is not None:
             self.init_weights(seed)
