@@ -4,13 +4,13 @@ The machine's own limits come first. What is compared runs in turn, in one proce
 rounds, and of the ratios round by round with their range. tiny and baby are the small and the large character model of nanoGPT's README
 (4 layers, 128 wide, 64 tokens; 6 layers, 384 wide, 256 tokens), gpt2 is GPT-2 124M.
 """
-import json
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -23,6 +23,7 @@ from nanope import device, measure, workloads
 from nanope.configurator import configure, run
 from nanope.corpus import find_files, open_batches
 from nanope.evaluate import token_losses
+from nanope.files import write_json
 from nanope.report import text_table
 from nanope.tokenizer import GPT2Tokenizer
 
@@ -39,7 +40,7 @@ class BenchConfig:
     rows: int | None = None             # a micro-batch; none = 12 tiny, 16 baby, 1 gpt2, and for gpt2 on CUDA 16
     rounds: int = 6
     seconds: float = 1.0                # that each work takes a round
-    new_tokens: int = 256               # for sample: after a prompt of 16
+    new_tokens: int = 256               # for sample: after a prompt of 16, up to 1,008
     deadline: float | None = None       # seconds after which no new round or part begins
     json: str | None = None             # file to write the numbers to
     device: str = 'auto'
@@ -50,10 +51,15 @@ class BenchConfig:
     def problems(self):
         found = []
         for name, known in (('parts', PARTS), ('shapes', workloads.SHAPES), ('wpe', get_args(GPTConfig.__annotations__['wpe']))):
-            odd = [word for word in getattr(self, name).split(',') if word not in known]
-            found += [f'{name}={getattr(self, name)}: {word!r} is none of {", ".join(known)}' for word in odd]
+            words = Counter(getattr(self, name).split(','))
+            found += [f'{name}={getattr(self, name)}: {word!r} is none of {", ".join(known)}' for word in words if word not in known]
+            found += [f'{name}={getattr(self, name)} names {word} twice' for word, n in words.items() if n > 1]
         found += [f'{name}={getattr(self, name)} must be at least 1' for name in ('rounds', 'new_tokens', 'rows')
                   if getattr(self, name) is not None and getattr(self, name) < 1]
+        found += [f'{name}={getattr(self, name)} must be above 0' for name in ('seconds', 'deadline')
+                  if getattr(self, name) is not None and getattr(self, name) <= 0]
+        if self.new_tokens > 1008:
+            found.append(f'new_tokens={self.new_tokens} must be at most 1008: with the prompt of 16 they fill the context of GPT-2')
         return found
 
 
@@ -132,12 +138,14 @@ class Bench:
             sizes = [self.config.rows or workloads.SHAPES[shape][5]]
             if self.cuda and shape == 'gpt2' and not self.config.rows:  # as many as fit; and nanoGPT's own number
                 model = workloads.build(shape, 'none').to(self.device)
-                sizes = [device.micro_batch('auto', model, 64, self.device, device.autocast(self.device, 'bfloat16'))[0], 12]
-            for rows in sizes:
-                if time.monotonic() < self.deadline:
-                    self.train_shape(shape, rows)
+                sizes = [device.micro_batch('auto', model, 64, self.device, device.autocast(self.device, self.dtype(shape)))[0], 12]
+            rates = [self.train_shape(shape, rows) for rows in sizes if time.monotonic() < self.deadline]
+            if self.peer and len(rates) == 2:
+                print('as shipped, each by its own number of rows: ' + ', '.join(
+                    f'{wpe} {rates[0][wpe] / rates[1]["nanoGPT"]:.2f}' for wpe in self.schemes) + ' times nanoGPT')
 
     def train_shape(self, shape, rows):
+        """Measure and show one size; tokens a second by name."""
         if self.compile:
             torch._dynamo.reset()  # what it learnt of other sizes would make the peer's next graph dynamic, and slower
         works = {wpe: workloads.our_step(shape, wpe, rows, self.device, self.dtype(shape), self.compile, optimizer=self.config.optimizer)
@@ -146,8 +154,9 @@ class Bench:
             works['nanoGPT'] = workloads.peer_step(self.peer, shape, rows, self.device)
         tokens, flops = rows * workloads.SHAPES[shape][3], workloads.build(shape, 'none').flops_per_token()
         size = f'{shape}, {rows} x {workloads.SHAPES[shape][3]}'
-        table, _ = self.add('train', size, works, tokens, flops=flops)
+        table, times = self.add('train', size, works, tokens, flops=flops)
         show(f'TRAINING STEP, {size} tokens, {self.dtype(shape)}, {"compiled" if self.compile else "eager"}', table)
+        return {name: 1 / statistics.median(each) for name, each in times.items()}
 
     def context(self):
         """The same tokens in ever longer rows: attention's share grows, all else stays."""
@@ -156,16 +165,21 @@ class Bench:
         rows = [['tokens in a row', *self.schemes, *(['nanoGPT'] if self.peer else []), 'arithmetic says', 'GB at most']]
         first = {}
         for T in lengths:
-            works = {wpe: workloads.our_step('tiny', wpe, tokens // T, self.device, dtype, False, T) for wpe in self.schemes}
+            if first and time.monotonic() > self.deadline:
+                break
+            if self.compile:
+                torch._dynamo.reset()
+            works = {wpe: workloads.our_step('tiny', wpe, tokens // T, self.device, dtype, self.compile, T) for wpe in self.schemes}
             if self.peer:
                 works['nanoGPT'] = workloads.peer_step(self.peer, 'tiny', tokens // T, self.device, T)
-            _, times = self.add('context', f'tiny, {tokens // T} x {T}', works, tokens, rounds=3)
+            _, times = self.add('context', f'tiny, {tokens // T} x {T}', works, tokens, rounds=3, flops=flops[T])
             first = first or {name: statistics.median(seconds) for name, seconds in times.items()}
             peak = measure.peak_memory(None, 'tiny', self.schemes[0], tokens // T, T, dtype, self.device)
             self.record(wpe=self.schemes[0], mode='memory', shape=f'tiny, {tokens // T} x {T}', peak_mem_bytes=peak)
             rows.append([T, *(f'{statistics.median(times[name]) / first[name]:.2f}' for name in works),
                          f'{flops[T] / flops[lengths[0]]:.2f}', f'{peak / 1e9:.2f}' if peak else 'failed'])
-        show(f'LONGER ROWS, {tokens} tokens a step, seconds relative to {lengths[0]}; memory of {self.schemes[0]}', rows)
+        show(f'LONGER ROWS, {tokens} tokens a step, {"compiled" if self.compile else "eager"}, seconds relative to {lengths[0]}; '
+             f'memory of {self.schemes[0]}', rows)
 
     def sample(self):
         n, prompt, dtype = self.config.new_tokens, torch.randint(50257, (1, 16), device=self.device), self.dtype('gpt2')
@@ -202,7 +216,7 @@ class Bench:
         """prepare.py's own encoding against bare tiktoken on the same texts and as many processes; starting these is left out."""
         texts = [text for batch in open_batches(find_files(ROOT / 'data/shakespeare/plays')) for text in batch.texts] * 4
         megabytes, workers = sum(len(text.encode()) for text in texts) / 1e6, os.cpu_count()
-        times, tokens = measure.encoding_times(texts, GPT2Tokenizer(), workers, self.config.rounds)
+        times, tokens = measure.encoding_times(texts, GPT2Tokenizer(), workers, self.config.rounds, self.deadline)
         ratio, ours, theirs = measure.ratios(*times.values()), *map(statistics.median, times.values())
         self.record(mode='tokenise', shape=f'{workers} processes', ratio=ratio[0], range=ratio[1:], tokens_per_s=tokens / ours,
                     peer='tiktoken', peer_tokens_per_s=tokens / theirs)
@@ -229,13 +243,15 @@ class Bench:
         if peer and (peer / 'out-shakespeare-char/ckpt.pt').exists():
             times["nanoGPT's sample.py"] = []
         small = '--n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --batch_size=12 --max_iters=1 --eval_tokens=64'.split()
-        ours, theirs = [f'--device={self.device}', '--max_new_tokens=1'], ['--out_dir=out-shakespeare-char', '--num_samples=1']
+        ours, theirs = [f'--device={self.device}', '--start=O', '--max_new_tokens=1'], ['--out_dir=out-shakespeare-char', '--num_samples=1']
         with tempfile.TemporaryDirectory() as folder:
             measure.seconds_to_line([ROOT / 'prepare.py', 'shakespeare'], '', folder)
             for n in range(self.config.rounds + 1):               # the first one fills the disk cache, and leaves a run to sample from
+                if n > 1 and time.monotonic() > self.deadline:
+                    break
                 train = [ROOT / 'train.py', '--dataset=shakespeare', f'--out_dir=out/{n}', ours[0], *small]
                 took = {'train.py': measure.seconds_to_line(train, 'step 1:', folder, stop=n > 0),
-                        'sample.py': measure.seconds_to_line([ROOT / 'sample.py', '--out_dir=out/0', *ours], '', folder)}
+                        'sample.py': measure.seconds_to_line([ROOT / 'sample.py', '--out_dir=out/0', *ours], 'O', folder)}
                 if len(times) > 2:
                     took["nanoGPT's sample.py"] = measure.seconds_to_line(['sample.py', *theirs, *ours], '---', peer)
                 for name, seconds in took.items():
@@ -251,13 +267,23 @@ class Bench:
         show('START-UP, from the start of a process to the end of its first update with an evaluation, and to the first text', table)
 
 
+def check_writable(path):
+    """Raises ValueError where no file can be written at path; leaves none there."""
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(None, 'it is a folder')
+        tempfile.TemporaryFile(dir=os.path.dirname(path) or '.').close()
+    except OSError as error:
+        raise ValueError(f'--json={path} cannot be written: {error.strerror}') from None
+
+
 def main(argv=None):
     config, rest = configure(BenchConfig, sys.argv[1:] if argv is None else argv)
     if rest:
         raise ValueError(f'{rest[0]} is no --key=value')
     torch.set_float32_matmul_precision('high')
     if config.json:
-        open(config.json, 'a', encoding='utf-8').close()          # if that fails, before anything is measured
+        check_writable(config.json)                               # before anything is measured
     bench = Bench(config)
     name = torch.cuda.get_device_name(bench.device) if bench.cuda else f'{device.cpu_name()}, {torch.get_num_threads()} threads'
     print(f'{name}; torch {torch.__version__}, Python {platform.python_version()}')
@@ -268,10 +294,9 @@ def main(argv=None):
                 continue
             getattr(bench, part)()
     finally:  # Ctrl-C or a fault in a later part loses no number
-        if config.json:
-            with open(config.json, 'w', encoding='utf-8') as file:
-                json.dump({'device': name, 'dtype': bench.dtype('gpt2'), 'compile': bench.compile, 'rows': bench.rows,
-                           'matmul_peak_flops': bench.matmul_peak, 'read_bandwidth': bench.bandwidth}, file, indent=1)
+        if config.json and (bench.rows or bench.matmul_peak):     # else what an earlier run wrote there stays
+            write_json(config.json, {'device': name, 'dtype': bench.dtype('gpt2'), 'compile': bench.compile, 'rows': bench.rows,
+                                     'matmul_peak_flops': bench.matmul_peak, 'read_bandwidth': bench.bandwidth})
             print(f'\nwrote {config.json}')
 
 

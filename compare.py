@@ -28,7 +28,8 @@ class CompareConfig:
     wpe: str = ','.join(get_args(GPTConfig.__annotations__['wpe']))  # schemes
     seeds: int = 1                      # runs a scheme, with seeds 1, 2, ...
     train: str = ''                     # more settings for train.py, as in --train="--max_iters=300 --dropout=0.1"
-    sweep: str = ''                     # learning_rate=1e-3,3e-3: try these for each scheme with seed 0, train the seeds with its best
+    sweep: str = ''                     # learning_rate=1e-3,3e-3: try these for each scheme with seed 0, train the seeds with its best;
+                                        # with --optimizer=muon the matrices follow muon_lr instead
     # extending by extend.py
     extend: str = ''                    # methods, each for the schemes that it fits; yarn:4 = to 4 times the trained length
     extend_to: float = 2.0              # times the trained length, where a method says nothing else
@@ -119,18 +120,20 @@ def main(argv=None):
     if not files and (config.train or config.sweep or config.seeds > 1 or config.wpe != CompareConfig.wpe):
         raise ValueError('--wpe, --seeds, --train and --sweep are for training: give a config file too, as config/shakespeare_learned.py')
     device_name, _ = device.resolve_device(config.device)
-    lock = lock_folder(config.to, 'written') if files or config.extend else None  # noqa: F841 (held until the process ends)
-    try:
-        runs, failed, tuned = train_and_extend(config, files, paths)
-    except cells.Stopped:
-        print('stopped; the same command goes on where this one was', file=sys.stderr)
-        return cells.EXIT_STOPPED
     warnings = []
 
     def warn(line):
         warnings.append(line)
         print(f'warning: {line}', file=sys.stderr)
 
+    if config.sweep and (left := study.left_out_of_sweep(study.read_sweep(config.sweep)[0], files, shlex.split(config.train))):
+        warn(left)                                                # now, not after hours of training
+    lock = lock_folder(config.to, 'written') if files or config.extend else None  # noqa: F841 (held until the process ends)
+    try:
+        runs, failed, tuned = train_and_extend(config, files, paths)
+    except cells.Stopped:
+        print('stopped; the same command goes on where this one was', file=sys.stderr)
+        return cells.EXIT_STOPPED
     for cell in failed:
         warn(f'{cell["run"]} failed ({cells.exit_text(cell["exit"])}) and takes no part')
     untuned = [found for found in runs.values() if not runset.tuned(found)]

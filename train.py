@@ -44,7 +44,7 @@ class TrainConfig(GPTConfig):
     batch_size: int = 16                # rows of block_size tokens a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update, of all processes together
     micro_batch: int | Literal['auto'] | None = None  # rows at once on the device, of batch_size * gradient_accumulation_steps; none =
-                                        # batch_size, auto = as many as fit a GPU
+                                        # batch_size, auto = as many as fit a GPU, elsewhere batch_size
     # optimizer
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: for the matrices of the blocks, AdamW for the rest
     muon_lr: float = 0.02               # peak of Muon's own learning rate; the schedule is the same
@@ -203,7 +203,7 @@ def main(argv=None):
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     update_rows = config.batch_size * config.gradient_accumulation_steps
     config.micro_batch, why_rows = device.micro_batch(config.micro_batch or config.batch_size, model, update_rows // parallel.world,
-                                                      device_name, autocast)
+                                                      device_name, autocast, config.batch_size)
     seconds = device.expected_seconds(model, config.max_iters * update_rows * config.block_size // parallel.world, dtype)
     compile = resumed.environment.get('compile', 'auto') if resumed and config.compile == 'auto' else config.compile
     loss_of, is_compiled, why_compile = device.compile_model(model, compile, config.micro_batch, device_name, autocast, seconds)

@@ -191,7 +191,7 @@ def run(main):
     except Exception as error:
         if not out_of_memory(error):
             raise
-        print('error: out of memory: lower batch_size, eval_batch_size, block_size or n_embd', file=sys.stderr)
+        print('error: out of memory: lower batch_size, eval_batch_size, block_size or n_embd (bench.py: rows)', file=sys.stderr)
         code = 2
     sys.exit(code)
 

@@ -149,14 +149,15 @@ def for_sampling():
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def micro_batch(wanted, model, rows, device, autocast):
+def micro_batch(wanted, model, rows, device, autocast, otherwise=None):
     """'auto' -> (rows to pass through the model at once, a divisor of rows; reason).
 
-    Memory grows evenly with rows, so two trials tell how many fit a GPU. Compiled, they need less than here."""
+    Memory grows evenly with rows, so two trials tell how many fit a GPU. Compiled, they need less than here. otherwise: rows on another
+    device."""
     if wanted != 'auto':
         return wanted, 'as asked'
     if torch.device(device).type != 'cuda':
-        return rows, 'all at once'
+        return otherwise or rows, 'batch_size: only a GPU tells how many fit'
     used = []
     for n in (1, 2):
         torch.cuda.reset_peak_memory_stats(device)

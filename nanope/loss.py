@@ -19,21 +19,22 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, dtype):
         """x (N, C), weight (>= V, C), targets int64 (N,), those of -1 left out; dtype of the products. Returns a float32 scalar."""
-        w = weight[:vocab_size].to(dtype)                         # rows that pad the vocabulary take no part
+        w = weight.to(dtype)
         dx, dw = torch.empty_like(x), torch.zeros_like(weight)
         count, total = (targets >= 0).sum(), torch.zeros((), device=x.device)
         for h, target, d in zip(x.split(CHUNK), targets.split(CHUNK), dx.split(CHUNK)):
             h, counts, at = h.to(dtype), target >= 0, target.clamp(min=0)[:, None]
-            p = (h @ w.T).float()                                 # logits (n, V), to become their gradient
+            p = (h @ w.T).float()                                 # logits (n, >= V), to become their gradient
+            p[:, vocab_size:] = -torch.inf                        # rows that pad the vocabulary take no part, but make products faster
             norm = p.logsumexp(dim=1, keepdim=True)
             total += ((norm - p.gather(1, at))[:, 0] * counts).sum()
             p.sub_(norm).exp_().scatter_add_(1, at, torch.full_like(norm, -1.0)).mul_((counts / count)[:, None])
             p = p.to(dtype)
             d.copy_(p @ w)
             if dtype == dw.dtype:
-                dw[:vocab_size].addmm_(p.T, h)
+                dw.addmm_(p.T, h)
             else:
-                dw[:vocab_size] += p.T @ h
+                dw += p.T @ h
         ctx.save_for_backward(dx, dw)
         return total / count
 

@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from nanope import device, workloads, writer
-from nanope.tokenizer import from_json
 
 
 def wait(device_name):
@@ -81,21 +80,26 @@ def read_bandwidth(device_name, size, seconds=2.0):
 
 def start_bare(tokenizer):
     global bare
-    bare = from_json(tokenizer).bpe
+    writer.start_worker(tokenizer)                                # Ctrl-C is for the parent here too
+    bare = writer.worker_tokenizer.bpe
 
 
 def encode_bare(text):
     return len(bare.encode_ordinary(text))
 
 
-def encoding_times(texts, tokenizer, workers, rounds):
-    """Seconds by round that prepare.py's encoding and bare tiktoken take, and tokens: ({'prepare.py': [...], 'tiktoken': [...]}, int)."""
+def encoding_times(texts, tokenizer, workers, rounds, deadline=math.inf):
+    """Seconds by round that prepare.py's encoding and bare tiktoken take, and tokens: ({'prepare.py': [...], 'tiktoken': [...]}, int).
+
+    deadline: as for alternate()."""
     context, content = multiprocessing.get_context('spawn'), [tokenizer.to_json()]
     pieces = [[('train', text, True)] for text in texts]
     times, tokens = {'prepare.py': [], 'tiktoken': []}, 0
     with (ProcessPoolExecutor(workers, context, writer.start_worker, content) as ours,
           ProcessPoolExecutor(workers, context, start_bare, content) as theirs):
         for n in range(rounds + 1):
+            if n > 1 and time.monotonic() > deadline:
+                break
             for name, pool, work, items in (('prepare.py', ours, writer.encode, pieces), ('tiktoken', theirs, encode_bare, texts)):
                 started = time.perf_counter()
                 results = list(pool.map(work, items))

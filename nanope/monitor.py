@@ -4,6 +4,7 @@ import sys
 import torch
 
 from nanope import checkpoint, metrics, parallel
+from nanope.configurator import idle
 from nanope.device import for_sampling
 from nanope.tokenizer import default_prompt
 
@@ -25,6 +26,9 @@ def describe(config, model, data, reasons):
     if update > data.train.tokens:
         print(f'warning: one update covers {update:,} tokens, more than the {data.train.tokens:,} there are: '
               'lower gradient_accumulation_steps or batch_size', file=sys.stderr)
+    muons = ('muon_lr', 'muon_momentum', 'muon_weight_decay') if config.optimizer == 'adamw' else ()
+    for line in idle(config, muons, 'with --optimizer=adamw'):
+        print(f'warning: {line}', file=sys.stderr)
     if config.warmup_iters >= config.max_iters:
         print(f'warning: warmup_iters={config.warmup_iters} never ends within max_iters={config.max_iters}', file=sys.stderr)
 

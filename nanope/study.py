@@ -65,6 +65,19 @@ def read_sweep(text):
     return name, values
 
 
+def left_out_of_sweep(name, files, flags):
+    """What a sweep of a learning rate leaves as it is, since Muon and AdamW have one each: a sentence, or None. ValueError where the
+    setting is of Muon, and another optimizer trains."""
+    muon = settings_of(files, flags).get('optimizer') == 'muon'
+    if name.startswith('muon_') and not muon:
+        raise ValueError(f'--sweep={name}=…: only Muon has it, and the runs train by AdamW alone: add --train=--optimizer=muon')
+    if muon and name == 'learning_rate':
+        return ('the sweep of learning_rate leaves the matrices of the blocks at one muon_lr: it tunes tables, biases and norms; '
+                'sweep muon_lr for the matrices')
+    if muon and name == 'muon_lr':
+        return 'the sweep of muon_lr leaves tables, biases and norms at one learning_rate: it tunes the matrices of the blocks'
+
+
 def sweep(to, files, wpes, flags, name, values):
     """Try each value of a setting for every scheme alike, with seed 0: {'setting', 'losses': {wpe: {value: loss, None if it failed}},
     'best': {wpe: value}}. The loss is the final one on all validation tokens, so what is compared later uses other seeds."""

@@ -1,4 +1,5 @@
 """The same work for nanoPE and its peers, as functions to be timed: an update, a continued prompt, the memory that updates take."""
+import contextlib
 import importlib.util
 import os
 import sys
@@ -9,6 +10,7 @@ import torch
 
 from model import GPT, GPTConfig
 from nanope import device, optim
+from nanope.files import brief
 
 # name: (n_layer, n_head, n_embd, block_size, vocab_size, rows)
 SHAPES = {'tiny': (4, 4, 128, 64, 65, 12), 'baby': (6, 6, 384, 256, 65, 16), 'gpt2': (12, 12, 768, 1024, 50257, 1)}
@@ -37,7 +39,7 @@ def cycle(vocab_size, rows, block_size, device_name, work, n=8):
 def build(shape, wpe, block_size=None):
     n_layer, n_head, n_embd, T, vocab_size, _ = SHAPES[shape]
     return GPT(GPTConfig(block_size=block_size or T, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd, bias=False,
-                         wpe=wpe, vocab_multiple=128 if torch.cuda.is_available() else 1))
+                         wpe=wpe, vocab_multiple=128 if vocab_size == 50257 else 1))  # as config/gpt2_*.py and config/shakespeare_*.py
 
 
 def our_step(shape, wpe, rows, device_name, dtype, compile, block_size=None, optimizer='adamw'):
@@ -70,7 +72,8 @@ def our_sampling(shape, wpe, prompt, new_tokens, dtype, compiled):
     def sample():
         with device.for_sampling():
             torch.cat(list(model.generate(prompt, new_tokens, 0.8, 200, step=step)), dim=1).cpu()
-    return sample, width * (sum(p.numel() for p in model.parameters()) + cached)
+    weights = sum(p.numel() for p in model.parameters()) - model.parameter_counts()['wpe']  # of a table one row
+    return sample, width * (weights + cached)
 
 
 # ---- nanoGPT and transformers -----------------------------------------------------------------------------------------------------------
@@ -83,7 +86,10 @@ def load_peer(folder):
     spec = importlib.util.spec_from_file_location('peer_model', path)
     module = importlib.util.module_from_spec(spec)
     sys.modules['peer_model'] = module                            # its dataclass looks itself up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a file of others may raise
+        raise ValueError(f'--peer={folder}: its model.py cannot be imported ({brief(error)})') from None
     if not hasattr(module, 'GPT') or not hasattr(module.GPT, 'configure_optimizers'):
         raise ValueError(f'{path} is not the model.py of nanoGPT')
     return module
@@ -91,9 +97,10 @@ def load_peer(folder):
 
 def peer_model(peer, shape, device_name, block_size=None):
     n_layer, n_head, n_embd, T, vocab_size, _ = SHAPES[shape]
-    vocab_size = 50304 if vocab_size == 50257 and torch.cuda.is_available() else vocab_size
-    return peer.GPT(peer.GPTConfig(block_size=block_size or T, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
-                                   dropout=0.0, bias=False)).to(device_name)
+    vocab_size = 50304 if vocab_size == 50257 else vocab_size     # its train.py rounds it up, which is faster on a CPU too
+    with contextlib.redirect_stdout(None):                        # it tells how large it is, amid the tables
+        return peer.GPT(peer.GPTConfig(block_size=block_size or T, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
+                                       dropout=0.0, bias=False)).to(device_name)
 
 
 def peer_step(peer, shape, rows, device_name, block_size=None):
@@ -101,7 +108,8 @@ def peer_step(peer, shape, rows, device_name, block_size=None):
     cuda = torch.device(device_name).type == 'cuda'
     model = peer_model(peer, shape, device_name, block_size).train()
     autocast = device.autocast(device_name, 'bfloat16' if cuda else 'float32')
-    optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), torch.device(device_name).type)
+    with contextlib.redirect_stdout(None):
+        optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), torch.device(device_name).type)
     loss_of = torch.compile(model) if cuda else model
 
     def step(x, y):

@@ -1,14 +1,18 @@
 """bench.py: that what it measures is the work it says, that rounds alternate, and that its numbers hang together."""
 import json
+import multiprocessing
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
 import bench
 from nanope import measure, workloads
+from nanope.tokenizer import GPT2Tokenizer
 from runs import ROOT
 
 PEER = '''
@@ -77,7 +81,10 @@ def test_the_script(tmp_path, peer):
 @pytest.mark.parametrize('arguments, message', [
     (['--parts=train,speed'], "'speed' is none of machine, train"), (['--shapes=huge'], "'huge' is none of tiny, baby, gpt2"),
     (['--wpe=learned,spline'], "'spline' is none of learned, sinusoidal, rope, none, alibi"),
-    (['--rounds=0'], 'rounds=0 must be at least 1'),
+    (['--rounds=0'], 'rounds=0 must be at least 1'), (['--seconds=0'], 'seconds=0.0 must be above 0'),
+    (['--deadline=0'], 'deadline=0.0 must be above 0'), (['--wpe=rope,rope'], 'names rope twice'),
+    (['--parts=train,train'], 'names train twice'), (['--new_tokens=1009'], 'new_tokens=1009 must be at most 1008'),
+    (['--json=.'], '--json=. cannot be written'),
     (['--peer=nowhere'], '--peer=nowhere: there is no model.py'), (['--json=nowhere/b.json'], 'nowhere/b.json'),
     (['tiny'], 'tiny is no --key=value')])
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, message):
@@ -91,6 +98,37 @@ def test_a_folder_that_is_no_nanogpt(tmp_path):
     (tmp_path / 'model.py').write_text('GPT = 1\n')
     with pytest.raises(ValueError, match='is not the model.py of nanoGPT'):
         workloads.load_peer(str(tmp_path))
+    for text in ('import nowhere_at_all', 'def (', '1 / 0'):
+        (tmp_path / 'model.py').write_text(text)
+        with pytest.raises(ValueError, match='its model.py cannot be imported'):
+            workloads.load_peer(str(tmp_path))
+
+
+@pytest.mark.parametrize('measured', [False, True])
+def test_ctrl_c_keeps_the_numbers(tmp_path, monkeypatch, measured):
+    """What was measured is written; where there is nothing yet, the file of an earlier run stays. Bad input touches no file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'b.json').write_text('{"rows": "earlier"}')
+
+    def part(self):
+        if measured:
+            self.record(mode='evaluate')
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench.Bench, 'evaluate', part)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(['--parts=evaluate', '--json=b.json'])
+    rows = json.loads((tmp_path / 'b.json').read_text())['rows']
+    assert [row['mode'] for row in rows] == ['evaluate'] if measured else rows == 'earlier'
+    with pytest.raises(ValueError):
+        bench.main(['--peer=nowhere', '--json=new.json'])
+    assert [path.name for path in tmp_path.iterdir()] == ['b.json']
+
+
+def test_ctrl_c_is_not_for_processes_that_encode():
+    """One that died of it would leave the pool waiting, and bench.py with it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn'), measure.start_bare, [GPT2Tokenizer().to_json()]) as pool:
+        assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
+        assert pool.submit(measure.encode_bare, 'a word or two').result() == 4
 
 
 # ---- how it measures ----------------------------------------------------------------------------------------------------------------
@@ -143,6 +181,41 @@ def test_peak_memory_is_of_the_child_alone():
     assert small < 600 * 2**20 and 290 * 2**20 < large - small < 400 * 2**20 and held.sum() > 0
 
 
+def test_starts_are_timed_alike(tmp_path, monkeypatch):
+    """The same device, and the same prompt in our sample.py and nanoGPT's: our line is printed when the first new token is there."""
+    (tmp_path / 'data/shakespeare').mkdir(parents=True), (tmp_path / 'data/shakespeare/meta.json').touch()
+    (tmp_path / 'peer/out-shakespeare-char').mkdir(parents=True), (tmp_path / 'peer/out-shakespeare-char/ckpt.pt').touch()
+    (tmp_path / 'peer/model.py').write_text(PEER)
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(measure, 'seconds_to_line', lambda command, begins, *args, **kwargs: seen.append((command, begins)) or 1.0)
+    bench.main(['--parts=start', '--peer=peer', '--rounds=2', '--device=cpu'])
+    assert len(seen) == 9 and all('--device=cpu' in command for command, _ in seen)
+    assert [(begins, '--start=O' in command) for command, begins in seen[:3]] == [('step 1:', False), ('O', True), ('---', True)]
+
+
+def test_longer_rows_are_compiled_where_asked_and_keep_the_deadline(monkeypatch):
+    """nanoGPT's are compiled on CUDA, so ours have to be; past the deadline no further length begins."""
+    calls = []
+    monkeypatch.setattr(workloads, 'our_step', lambda shape, wpe, rows, name, dtype, compile, T: calls.append((compile, rows, T)) or int)
+    monkeypatch.setattr(measure, 'peak_memory', lambda *args: 10**9)
+    one = bench.Bench(bench.BenchConfig(wpe='rope', compile=True, seconds=0.001, deadline=1e-9))
+    one.context()
+    assert calls == [(True, 32, 128)] and one.rows[0]['mode'] == 'context'
+
+
+def test_as_shipped(monkeypatch, capsys):
+    """On CUDA ours with as many rows as fit is set beside nanoGPT's 12, and said to be so."""
+    one = bench.Bench(bench.BenchConfig(shapes='gpt2', wpe='rope', dtype='float32'))
+    one.cuda, one.peer, formats = True, object(), []
+    monkeypatch.setattr(workloads, 'build', lambda *args: torch.nn.Identity())
+    monkeypatch.setattr(bench.device, 'autocast', lambda name, dtype: formats.append(dtype))
+    monkeypatch.setattr(bench.device, 'micro_batch', lambda *args: (64, ''))
+    monkeypatch.setattr(one, 'train_shape', lambda shape, rows: {64: {'rope': 300, 'nanoGPT': 250}, 12: {'rope': 210, 'nanoGPT': 200}}[rows])
+    one.train()
+    assert 'as shipped, each by its own number of rows: rope 1.50 times nanoGPT' in capsys.readouterr().out and formats == ['float32']
+
+
 def test_an_update_of_the_bench_learns(monkeypatch):
     """The same batches again and again: the weights move and the loss falls, as in training."""
     monkeypatch.setitem(workloads.SHAPES, 'small', (1, 2, 16, 8, 20, 4))
@@ -167,6 +240,7 @@ def test_bytes_that_decoding_reads(monkeypatch):
     _, read = workloads.our_sampling('small', 'rope', prompt, 8, 'float32', False)
     weights = sum(p.numel() for p in workloads.build('small', 'rope').parameters())
     assert read == 4 * (weights + 3 * 2 * 2 * 16 * (4 + 8 / 2))
+    assert workloads.our_sampling('small', 'learned', prompt, 8, 'float32', False)[1] == read  # of the table one row
 
 
 def test_text_like_words():

@@ -1,11 +1,14 @@
 """The whole model under every position scheme: against transformers' GPT-2 and GPT-NeoX; laws, counts, compilation."""
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
+from runs import ROOT
 from small import SCHEMES, build, close, exact_sinusoids, tokens
 
 # ---- transformers as the oracle --------------------------------------------------------------------------------------
@@ -190,3 +193,12 @@ def test_compiles_once_to_one_graph_equal_to_eager(wpe, backend):
                 loss = module(x, y)
             results.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
         torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_to_be_filled_draws_nothing():
+    """Nor does it import torch's compiler on the way, which would take sample.py a second."""
+    code = (f'import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport torch\nfrom model import GPT, GPTConfig\n'
+            'before = torch.get_rng_state()\nwith torch.device("meta"):\n    GPT(GPTConfig(n_layer=1), seed=None)\n'
+            'GPT(GPTConfig(n_layer=1, vocab_size=9), seed=None)\nassert torch.equal(torch.get_rng_state(), before)\n'
+            'print("torch._dynamo" in sys.modules)')
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout == 'False\n'

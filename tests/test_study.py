@@ -203,6 +203,18 @@ def test_a_sweep_gives_each_scheme_its_own_best_value(place, quick):
         refused(compare(place, '--wpe=rope', f'--sweep={text}'), '--sweep', 'two or more values')
 
 
+def test_a_sweep_says_what_it_leaves_as_it_is(place, quick):
+    """Muon and AdamW have a learning rate each: of one alone the other is not tuned; Muon's does nothing where AdamW trains alone."""
+    for name, kept in (('learning_rate', 'leaves the matrices of the blocks at one muon_lr'), ('muon_lr', 'at one learning_rate')):
+        done = compare(place, '--wpe=rope', f'--sweep={name}=0.001,0.02', '--train=--optimizer=muon')
+        assert done.code == 0 and done.err.startswith(f'warning: the sweep of {name} leaves') and kept in done.err
+        assert any(kept in line for line in read(place)['warnings'])
+        shutil.rmtree(place / 'out/study')
+    quick.clear()
+    refused(compare(place, '--wpe=rope', '--sweep=muon_lr=0.001,0.02'), '--sweep=muon_lr', 'add --train=--optimizer=muon')
+    assert quick == []
+
+
 def test_a_failed_tuning_is_shown_and_not_averaged(place, quick):
     with failing('rope_1_yarn_16_tuned'):
         done = compare(place, '--wpe=rope', '--extend=yarn', '--tune=0.5')

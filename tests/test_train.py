@@ -859,7 +859,8 @@ def test_word_that_is_no_setting(place):
 
 @pytest.mark.parametrize('settings, message', [
     (dict(batch_size=700), 'warning: one update covers 5,600 tokens, more than the 5,421 there are'),
-    (dict(warmup_iters=6), 'warning: warmup_iters=6 never ends within max_iters=6')])
+    (dict(warmup_iters=6), 'warning: warmup_iters=6 never ends within max_iters=6'),
+    (dict(muon_lr=0.5), 'warning: muon_lr=0.5 does nothing with --optimizer=adamw')])
 def test_settings_that_make_little_sense(place, settings, message):
     """Trained as asked, with a warning."""
     done = train(place, max_iters=6 if 'warmup_iters' in settings else 1, **settings)
