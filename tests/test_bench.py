@@ -183,15 +183,14 @@ def test_peak_memory_is_of_the_child_alone():
 
 def test_starts_are_timed_alike(tmp_path, monkeypatch):
     """The same device, and the same prompt in our sample.py and nanoGPT's: our line is printed when the first new token is there."""
-    (tmp_path / 'data/shakespeare').mkdir(parents=True), (tmp_path / 'data/shakespeare/meta.json').touch()
     (tmp_path / 'peer/out-shakespeare-char').mkdir(parents=True), (tmp_path / 'peer/out-shakespeare-char/ckpt.pt').touch()
     (tmp_path / 'peer/model.py').write_text(PEER)
     monkeypatch.chdir(tmp_path)
     seen = []
     monkeypatch.setattr(measure, 'seconds_to_line', lambda command, begins, *args, **kwargs: seen.append((command, begins)) or 1.0)
     bench.main(['--parts=start', '--peer=peer', '--rounds=2', '--device=cpu'])
-    assert len(seen) == 9 and all('--device=cpu' in command for command, _ in seen)
-    assert [(begins, '--start=O' in command) for command, begins in seen[:3]] == [('step 1:', False), ('O', True), ('---', True)]
+    assert len(seen) == 10 and all('--device=cpu' in command for command, _ in seen[1:])  # the first one prepares the data
+    assert [(begins, '--start=O' in command) for command, begins in seen[1:4]] == [('step 1:', False), ('O', True), ('---', True)]
 
 
 def test_longer_rows_are_compiled_where_asked_and_keep_the_deadline(monkeypatch):
@@ -211,7 +210,8 @@ def test_as_shipped(monkeypatch, capsys):
     monkeypatch.setattr(workloads, 'build', lambda *args: torch.nn.Identity())
     monkeypatch.setattr(bench.device, 'autocast', lambda name, dtype: formats.append(dtype))
     monkeypatch.setattr(bench.device, 'micro_batch', lambda *args: (64, ''))
-    monkeypatch.setattr(one, 'train_shape', lambda shape, rows: {64: {'rope': 300, 'nanoGPT': 250}, 12: {'rope': 210, 'nanoGPT': 200}}[rows])
+    rates = {64: {'rope': 300, 'nanoGPT': 250}, 12: {'rope': 210, 'nanoGPT': 200}}
+    monkeypatch.setattr(one, 'train_shape', lambda shape, rows: rates[rows])
     one.train()
     assert 'as shipped, each by its own number of rows: rope 1.50 times nanoGPT' in capsys.readouterr().out and formats == ['float32']
 
