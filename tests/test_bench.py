@@ -211,7 +211,8 @@ def test_as_shipped(monkeypatch, capsys):
     monkeypatch.setattr(workloads, 'build', lambda *args: torch.nn.Identity())
     monkeypatch.setattr(bench.device, 'autocast', lambda name, dtype: formats.append(dtype))
     monkeypatch.setattr(bench.device, 'micro_batch', lambda *args: (64, ''))
-    monkeypatch.setattr(one, 'train_shape', lambda shape, rows: {64: {'rope': 300, 'nanoGPT': 250}, 12: {'rope': 210, 'nanoGPT': 200}}[rows])
+    rates = {64: {'rope': 300, 'nanoGPT': 250}, 12: {'rope': 210, 'nanoGPT': 200}}
+    monkeypatch.setattr(one, 'train_shape', lambda shape, rows: rates[rows])
     one.train()
     assert 'as shipped, each by its own number of rows: rope 1.50 times nanoGPT' in capsys.readouterr().out and formats == ['float32']
 
