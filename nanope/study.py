@@ -152,8 +152,8 @@ def tune_missing(to, runs, share, lr_share):
         ours = {'init_from': run, 'max_iters': updates, 'warmup_iters': updates // 10, 'lr_decay_iters': updates, 'eval_interval': updates,
                 'checkpoint_interval': updates, 'allow_change': False, 'overwrite': True,
                 'batch_size': max(round(settings['batch_size'] / longer), 1)}
-        ours |= {name: float(f'{settings[name] * lr_share:.9g}') for name in ('learning_rate', 'min_lr', 'muon_lr')
-                 if settings.get(name) is not None}               # muon_lr: a run may be older than it
+        rates = ['learning_rate', 'min_lr', *(['muon_lr'] if settings.get('optimizer') == 'muon' else [])]
+        ours |= {name: float(f'{settings[name] * lr_share:.9g}') for name in rates if settings[name] is not None}
         args = [f'--{name}={value}' for name, value in {**settings, **ours}.items() if name not in IDENTITY | {'out_dir'}]
         cells.append(Cell(f'{os.path.basename(run)}_tuned', 'train', args, f'{digest(found)} {updates} {lr_share}', settings['wpe'],
                           f'{extended["method"]} ×{longer:g}, tuned', settings['seed']))

@@ -135,8 +135,8 @@ def test_extended_runs_are_tuned(place, quick):
         before = checkpoint.load(place / f'out/study/runs/{cell.removesuffix("_tuned")}')
         assert rows[cell]['step'] == config['max_iters'] == before.step // 2 and config['block_size'] == 16
         assert config['batch_size'] * 2 == TINY['batch_size']
-        for name in ('learning_rate', 'min_lr', 'muon_lr'):      # a whole rate would unsettle what is trained
-            assert config[name] == pytest.approx(0.3 * before.state['config'][name]), name
+        for name, share in (('learning_rate', 0.3), ('min_lr', 0.3), ('muon_lr', 1)):  # a whole rate would unsettle what is trained
+            assert config[name] == pytest.approx(share * before.state['config'][name]), name
         assert rows[cell]['extension'].endswith('×2, tuned') and rows[cell]['val_loss'] != rows[cell.removesuffix('_tuned')]['val_loss']
         assert checkpoint.load(place / f'out/study/runs/{cell}').state['origin']['step'] == before.step
     assert [scheme['scheme'] for scheme in read(place)['schemes']] == [
@@ -201,6 +201,12 @@ def test_a_sweep_gives_each_scheme_its_own_best_value(place, quick):
     assert read(place)['sweep']['losses']['rope']['0.02'] is None and quick[-1] == f'rope_{read(place)["sweep"]["best"]["rope"]}_1'
     for text in ('learning_rate', 'learning_rate=', 'learning_rate=1', 'learning_rate=1,1', 'seed=1,2', 'wpe=rope,none'):
         refused(compare(place, '--wpe=rope', f'--sweep={text}'), '--sweep', 'two or more values')
+
+
+def test_muons_rate_is_tuned_with_the_other(place, quick):
+    done = compare(place, '--wpe=rope', '--extend=yarn:2', '--tune=0.5', '--train=--optimizer=muon --muon_lr=0.03')
+    config = json.loads((place / 'out/study/runs/rope_1_yarn_16_tuned/config.json').read_text())
+    assert done.code == 0 and config['optimizer'] == 'muon' and config['muon_lr'] == pytest.approx(0.009)
 
 
 def test_a_sweep_says_what_it_leaves_as_it_is(place, quick):
