@@ -71,6 +71,24 @@ def lock_folder(folder, doing, wait=False):
     return lock
 
 
+def guard(folder):
+    """A function that raises OSError once a folder that this process has locked is not that one any more: it was removed or renamed, or
+    its .lock was, so that another process may have made and locked one of the same name."""
+    path = os.path.join(folder, '.lock')
+
+    def identity():
+        found = os.stat(path) if os.path.exists(path) else None
+        return found and (found.st_dev, found.st_ino)
+
+    locked = identity()
+
+    def check():
+        if identity() != locked:
+            raise OSError(f'{folder} is not the folder any more that was locked at the start (it or {path} was removed or replaced), and '
+                          'another process may be using it: stopped, with nothing more written there')
+    return check
+
+
 def owner(lock_file):
     """' (its id is 123)' of the process that has locked a file, or '' where it cannot be told, as off Linux."""
     try:

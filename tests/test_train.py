@@ -723,7 +723,32 @@ def test_folder_removed_while_training(place, monkeypatch):
     """An error that names the path, and no half of a run put back in its place."""
     at_update(monkeypatch, 3, lambda model: shutil.rmtree('out/a'))
     done = train(place)
-    assert done.code == 2 and "error: No such file or directory: 'out/a/metrics.jsonl'" in done.text and not (place / 'out/a').exists()
+    assert done.code == 2 and 'error: out/a is not the folder any more that was locked' in done.text and not (place / 'out/a').exists()
+
+
+@pytest.mark.parametrize('settings', [{}, dict(log_interval=100, eval_interval=100, checkpoint_interval=4)], ids=str)
+def test_folder_made_anew_while_training(place, monkeypatch, settings):
+    """Removed by someone who forgot the run in it, then another run's: the first one writes no record and no checkpoint there."""
+    assert train(place, out_dir='out/b', seed=2).code == 0
+
+    def begin_anew(model):
+        shutil.rmtree('out/a')
+        shutil.copytree('out/b', 'out/a')
+    at_update(monkeypatch, 3, begin_anew)
+    done = train(place, **settings)
+    assert done.code == 2 and 'error: out/a is not the folder any more that was locked' in done.text
+    ours, theirs = ({path.relative_to(run): path.read_bytes() for path in run.rglob('*') if path.is_file()}
+                    for run in (place / 'out/a', place / 'out/b'))
+    assert ours == theirs
+
+
+def test_lock_removed_while_training(place, monkeypatch):
+    """Nothing keeps a second run away any more, so the first one ends."""
+    at_update(monkeypatch, 3, lambda model: os.remove('out/a/.lock'))
+    done = train(place)
+    assert done.code == 2 and 'error: out/a is not the folder any more that was locked' in done.text
+    monkeypatch.undo()
+    assert checkpoint.load(place / 'out/a').step == 2 and train(place, init_from='resume').code == 0
 
 
 # ---- numbers that are not finite ----------------------------------------------------------------------------------------------------
