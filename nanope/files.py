@@ -48,6 +48,11 @@ def make_folder(path):
         raise ValueError(f'{path} cannot be a folder, as {there} is a file: give another name') from None
 
 
+def remove(path):
+    """Delete a file, a link (never what it points to), or a folder with all that is in it."""
+    shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
+
+
 def check_room(what, memory, disk=0, folder='.'):
     """Raises ValueError where so many bytes are more than the memory of this machine, or than are free on the disk of a folder to be."""
     there = os.path.abspath(folder)

@@ -349,6 +349,32 @@ def test_prune(tmp_path, keep, best, at, left):
     assert checkpoint.steps(tmp_path) == left and not list((tmp_path / 'ckpt').glob('.tmp*'))
 
 
+@pytest.mark.parametrize('odd', ['a link', 'a link to nothing', 'a file'])
+@pytest.mark.parametrize('step', [1, 3, 4])
+def test_step_that_is_no_folder(run, tmp_path, odd, step):
+    """A checkpoint that somebody moved to another disk, or a file of its name: replaced and dropped like any other, alone, not what it
+    links to. Nor do names that are almost those of a step stop anything."""
+    path = tmp_path / f'run/ckpt/step_{step:08d}'
+    moved = tmp_path / 'moved'
+    shutil.move(path, moved) if step == 1 else moved.mkdir()
+    (moved / 'mine').touch()
+    path.touch() if odd == 'a file' else path.symlink_to(moved if odd == 'a link' else 'nowhere')
+    others = ['step_0000000001', 'step_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661']  # digits, but not ours
+    for name in others:
+        (tmp_path / 'run/ckpt' / name).mkdir()
+    save('run', 3)
+    checkpoint.prune('run', 3, keep=1)
+    assert sorted(os.listdir('run/ckpt')) == sorted(['step_00000003', *others]) and is_step(checkpoint.load('run'), 3)
+    assert (moved / 'mine').exists()
+
+
+def test_leftover_that_is_no_folder(run, tmp_path):
+    """A file where a save puts its temporary folder is in nobody's way."""
+    (tmp_path / 'run/ckpt/.tmp-step_00000003').touch()
+    save('run', 3)
+    assert is_step(checkpoint.load('run'), 3)
+
+
 @pytest.mark.parametrize('content', [b'', b'[]', b'{}', b'{"step": "2"}', EVIL, b'\xff'])
 def test_damaged_best(run, tmp_path, content):
     """A damaged best.json names nothing; the latest is not affected."""

@@ -972,6 +972,30 @@ def test_no_matplotlib(place, monkeypatch):
     assert done.code == 0 and 'warning: no loss.png: No module named matplotlib' in done.text
 
 
+def test_overwrite_does_not_follow_links(place):
+    """A checkpoint that lies elsewhere, with a link in its place: the link goes, what it leads to stays."""
+    assert train(place, max_iters=2).code == 0
+    path = place / 'out/a/ckpt/step_00000002'
+    shutil.move(path, place / 'moved'), path.symlink_to(place / 'moved')
+    assert train(place, init_from='resume', max_iters=3).code == 0
+    assert train(place, max_iters=1, overwrite='true').code == 0
+    assert checkpoint.steps(place / 'out/a') == [1] and len(os.listdir(place / 'moved')) == 4
+
+
+def test_evaluation_that_is_not_finite_is_not_the_best(place, monkeypatch):
+    """As of activations that overflow: it compares with nothing, and neither itself nor what came before would ever be replaced."""
+    original, calls = script.evaluate, []
+
+    def evaluate(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs) | ({'loss': math.nan} if len(calls) == 2 else {})
+    monkeypatch.setattr(script, 'evaluate', evaluate)
+    assert train(place, keep_checkpoints=1).code == 0
+    evals = {r['step']: r['loss'] for r in records(place, 'eval') if not math.isnan(r['loss'])}
+    assert [*evals] == [0, 4, 6] and checkpoint.best_step(place / 'out/a') == min((4, 6), key=evals.get)
+    assert 2 not in checkpoint.steps(place / 'out/a')
+
+
 # ---- metrics.jsonl ------------------------------------------------------------------------------------------------------------------
 
 def test_torn_metrics(place, straight):
