@@ -80,6 +80,8 @@ def save(run, step, model, optim, state, environment):
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
             sync(path)
         write_json(os.path.join(temporary, 'state.json'), {'format': FORMAT, 'step': step, **state})
+        for name in ('model', 'optim'):  # safetensors lets nobody else read its files, whatever the umask
+            shutil.copymode(os.path.join(temporary, 'state.json'), os.path.join(temporary, f'{name}.safetensors'))
         listing = {name: {'bytes': os.path.getsize(os.path.join(temporary, name)), 'sha256': sha256(os.path.join(temporary, name))}
                    for name in FILES}
         manifest = {'format': FORMAT, 'step': step, 'files': listing, 'environment': environment}

@@ -123,6 +123,8 @@ def sync(path):
 
 def read_json(path):
     """The JSON object (dict) that a file holds. Raises ValueError, naming the file, where it holds anything else."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f'{path} is not a file')  # a pipe or a device might never end
     try:
         with naming(path), open(path, encoding='utf-8') as file:
             content = json.load(file)

@@ -3,12 +3,13 @@ import json
 import os
 import shutil
 import signal
+import stat
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nanope import checkpoint, files, optim
+from nanope import checkpoint, files, metrics, optim
 from runs import fork_train, train, wait, weights
 from small import build
 
@@ -366,6 +367,30 @@ def test_step_that_is_no_folder(run, tmp_path, odd, step):
     checkpoint.prune('run', 3, keep=1)
     assert sorted(os.listdir('run/ckpt')) == sorted(['step_00000003', *others]) and is_step(checkpoint.load('run'), 3)
     assert (moved / 'mine').exists()
+
+
+def test_who_may_read_is_the_umasks_affair(run):
+    """All files alike: who may read a run may read its weights too."""
+    before = os.umask(0o027)
+    try:
+        save('run', 3)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(os.stat(f'run/ckpt/step_00000003/{name}').st_mode) for name in ALL} == {0o640}
+
+
+@pytest.mark.skipif(not hasattr(os, 'mkfifo'), reason='makes pipes')
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize('what', ['a pipe', '/dev/zero'])
+@pytest.mark.parametrize('name', [*ALL, 'best.json', '../metrics.jsonl'])
+def test_pipes_and_devices_are_not_read(run, what, name):
+    """They may never end, and a folder that somebody sent may hold one: told, and the step before is used."""
+    path = os.path.join('run/ckpt', name if name not in ALL else f'step_00000002/{name}')
+    if os.path.exists(path):
+        os.remove(path)
+    os.mkfifo(path) if what == 'a pipe' else os.symlink(what, path)
+    assert is_step(checkpoint.load('run'), 1 if name in ALL else 2)
+    assert checkpoint.best_step('run') is None and metrics.read('run') == []
 
 
 def test_leftover_that_is_no_folder(run, tmp_path):
