@@ -61,7 +61,7 @@ def launched():
     texts = told.get('RANK', '0'), told.get('WORLD_SIZE', '1')
     if all(re.fullmatch('[0-9]{1,6}', text) for text in texts) and int(texts[0]) < int(texts[1]) and (texts[1] == '1' or len(told) == 4):
         return int(texts[0]), int(texts[1])
-    raise ValueError(f'the environment has {", ".join(f"{name}={text:.60}" for name, text in told.items())}, which torchrun sets otherwise: '
+    raise ValueError(f'the environment has {", ".join(f"{name}={text:.60}" for name, text in told.items())}, not as torchrun sets it: '
                      'start several processes with torchrun, or unset RANK and WORLD_SIZE to train with one')
 
 
