@@ -20,7 +20,7 @@ from model import GPT, GPTConfig
 from nanope import checkpoint, device, lr_range, metrics, monitor, optim, parallel, plots, runfolder
 from nanope.configurator import catch_signals, configure, run
 from nanope.evaluate import evaluate
-from nanope.files import lock_folder, write_json
+from nanope.files import guard, lock_folder, write_json
 from nanope.loader import Data
 from nanope.monitor import describe
 from nanope.runfolder import crash, resume, save
@@ -186,6 +186,7 @@ def main(argv=None):
     sharded = parallel.may_shard(config.shard, dtype)
     first = parallel.rank == 0
     lock = lock_folder(config.out_dir, 'trained') if first else None  # noqa: F841 (held until the process ends)
+    check_folder = guard(config.out_dir) if first else lambda: None  # before what is written later
     if first and checkpoint.steps(config.out_dir) != held:
         raise ValueError(f'another process has just trained in {config.out_dir}: look what it holds and start again')
     parallel.join(f'{config} {data.digest} {resumed} {started}')
@@ -226,6 +227,7 @@ def main(argv=None):
 
     def record(event, at, **values):
         if first:
+            check_folder()
             metrics.append(config.out_dir, {'event': event, 'step': at, **values})
         wandb('log', {f'{event}/{name}': value for name, value in values.items()}, at)
 
@@ -280,6 +282,7 @@ def main(argv=None):
                 record('sample', step, text=text)
                 bar.write(f'step {step}, a sample:\n{text}\n')
             if saving or last or stop:
+                check_folder()
                 save(config, step, model, optimizers, scaler, names, data, environment, origin)
                 stop = parallel.any_rank(caught)
                 if last or stop:  # only here: who stops has saved

@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from model import GPT, GPTConfig
 from nanope import huggingface, layouts, nanogpt, parallel
 from nanope.configurator import restore
-from nanope.files import read_json, sha256, sync, write_json
+from nanope.files import read_json, remove, sha256, sync, write_json
 from nanope.tokenizer import from_json
 
 FORMAT = 1
+STEP = 'step_([0-9]{8}|[1-9][0-9]{8,})'  # a name for each step: 8 digits at least, more where it takes more
 FILES = ('model.safetensors', 'optim.safetensors', 'state.json')
 MANIFEST = {'format': int, 'step': int, 'files': dict, 'environment': dict}  # what there must be in manifest.json
 STATE = {'config': dict, 'tokenizer': dict}  # and in state.json
@@ -67,8 +68,9 @@ def save(run, step, model, optim, state, environment):
 
     Raises OSError naming the folder and its size where it cannot be written; the checkpoints before are untouched then."""
     target, temporary = step_folder(run, step), os.path.join(run, 'ckpt', f'.tmp-step_{step:08d}')
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed save of the same step
     try:
+        if os.path.lexists(temporary):  # left by a killed save of the same step
+            remove(temporary)
         os.makedirs(temporary)
         for folder in (run, os.path.dirname(os.path.abspath(run))):  # where run and ckpt may be new names
             if os.access(folder, os.R_OK):
@@ -78,13 +80,15 @@ def save(run, step, model, optim, state, environment):
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
             sync(path)
         write_json(os.path.join(temporary, 'state.json'), {'format': FORMAT, 'step': step, **state})
+        for name in ('model', 'optim'):  # safetensors lets nobody else read its files, whatever the umask
+            shutil.copymode(os.path.join(temporary, 'state.json'), os.path.join(temporary, f'{name}.safetensors'))
         listing = {name: {'bytes': os.path.getsize(os.path.join(temporary, name)), 'sha256': sha256(os.path.join(temporary, name))}
                    for name in FILES}
         manifest = {'format': FORMAT, 'step': step, 'files': listing, 'environment': environment}
         write_json(os.path.join(temporary, 'manifest.json'), {**manifest, 'digest': seal(manifest)})
         sync(temporary)
-        if os.path.exists(target):  # a damaged one, or the same step saved again
-            shutil.rmtree(target)
+        if os.path.lexists(target):  # a damaged one, or the same step saved again
+            remove(target)
         os.rename(temporary, target)
         sync(os.path.dirname(target))
     except (SafetensorError, OSError) as error:
@@ -103,7 +107,7 @@ def prune(run, step, keep):
     mine = [number for number in steps(run) if number <= step]
     kept = {*mine[-keep:], *(number for number in mine if number == best_step(run))}
     for number in set(steps(run)) - kept:
-        shutil.rmtree(step_folder(run, number))
+        remove(step_folder(run, number))
     for name in os.listdir(os.path.join(run, 'ckpt')):
         if name.startswith('.tmp-'):
             shutil.rmtree(os.path.join(run, 'ckpt', name), ignore_errors=True)
@@ -119,14 +123,14 @@ def steps(run):
     """The steps of which `run` has a checkpoint, verified or not, ascending."""
     folder = os.path.join(run, 'ckpt')
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(int(name[5:]) for name in names if re.fullmatch(r'step_\d{8,}', name))
+    return sorted(int(name[5:]) for name in names if re.fullmatch(STEP, name))
 
 
 def names(run):
     """What save(), mark_best() and killed ones of them have put into the folder of the checkpoints."""
     folder = os.path.join(run, 'ckpt')
     there = os.listdir(folder) if os.path.isdir(folder) else []
-    return [name for name in there if re.fullmatch(r'(\.tmp-)?step_\d{8,}|best\.json(\.tmp)?', name)]
+    return [name for name in there if re.fullmatch(rf'(\.tmp-)?{STEP}|best\.json(\.tmp)?', name)]
 
 
 def best_step(run):

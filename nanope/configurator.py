@@ -174,6 +174,9 @@ def catch_signals():
 
 def run(main):
     """Calls main() and ends the process: bad input with exit code 2 and `error: …`, no traceback; Ctrl-C with 130."""
+    for name in ('stdout', 'stderr'):
+        if getattr(sys, name) is None:  # closed by whoever started us (`>&-`), which is no reason not to work
+            setattr(sys, name, open(os.devnull, 'w'))
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(errors='backslashreplace')  # a character that a terminal lacks must not end a run
     try:

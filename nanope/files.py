@@ -48,6 +48,11 @@ def make_folder(path):
         raise ValueError(f'{path} cannot be a folder, as {there} is a file: give another name') from None
 
 
+def remove(path):
+    """Delete a file, a link (never what it points to), or a folder with all that is in it."""
+    shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
+
+
 def check_room(what, memory, disk=0, folder='.'):
     """Raises ValueError where so many bytes are more than the memory of this machine, or than are free on the disk of a folder to be."""
     there = os.path.abspath(folder)
@@ -69,6 +74,24 @@ def lock_folder(folder, doing, wait=False):
         who = f'another process{owner(lock.lock_file)}'
         raise ValueError(f'{folder} is being {doing} by {who}: wait for it, or use another folder') from None
     return lock
+
+
+def guard(folder):
+    """A function that raises OSError once a folder that this process has locked is not that one any more: it was removed or renamed, or
+    its .lock was, so that another process may have made and locked one of the same name."""
+    path = os.path.join(folder, '.lock')
+
+    def identity():
+        found = os.stat(path) if os.path.exists(path) else None
+        return found and (found.st_dev, found.st_ino)
+
+    locked = identity()
+
+    def check():
+        if identity() != locked:
+            raise OSError(f'{folder} is not the folder any more that was locked at the start (it or {path} was removed or replaced), and '
+                          'another process may be using it: stopped, with nothing more written there')
+    return check
 
 
 def owner(lock_file):
@@ -100,6 +123,8 @@ def sync(path):
 
 def read_json(path):
     """The JSON object (dict) that a file holds. Raises ValueError, naming the file, where it holds anything else."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f'{path} is not a file')  # a pipe or a device might never end
     try:
         with naming(path), open(path, encoding='utf-8') as file:
             content = json.load(file)

@@ -62,7 +62,7 @@ def run_test(config, update):
         if points[-1][2] > DIVERGED * points[0][1]:
             break
     if stop:
-        print(f'stopped after {len(points)} updates; a range test is not saved: run it again, with --overwrite=true')
+        print(f'stopped after {len(points)} updates; a range test is not saved: the same command runs it again')
         return stop
     print(verdict(points, config.max_iters))
     if first:

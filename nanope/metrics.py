@@ -21,7 +21,7 @@ def append(run, record):
 def read(run):
     """All records of a run; a torn last line (the process was killed while writing) is passed over."""
     path = os.path.join(run, 'metrics.jsonl')
-    if not os.path.exists(path):
+    if not os.path.isfile(path):  # also not a pipe, which might never end
         return []
     records = []
     with open(path, encoding='utf-8', errors='replace') as file:

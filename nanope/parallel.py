@@ -26,7 +26,7 @@ rank, world = 0, 1  # of this process, and how many there are
 def ranks():
     """Around main(): ranks but 0 are mute, and wait for rank 0 to join(), so that what is wrong for all is said once."""
     global rank, world
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    rank, world = launched()
     patience()  # said before anything is made
     with all_there(), contextlib.ExitStack() as mute:  # an error leaves it, and is told by any rank
         if rank and not {'-h', '--help'} & {*sys.argv}:
@@ -53,6 +53,16 @@ def all_there():
                 if re.search('time[d ]*out', reason, re.I) else f'has lost another of the {world} processes: it was killed or failed')
         raise ConnectionError(f'rank {rank} {what} ({reason}). The last checkpoint is whole: go on with the same command and '
                               '--init_from=resume') from None
+
+
+def launched():
+    """(rank, world) as torchrun has set them in the environment: (0, 1) without it."""
+    told = {name: os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT') if name in os.environ}
+    texts = told.get('RANK', '0'), told.get('WORLD_SIZE', '1')
+    if all(re.fullmatch('[0-9]{1,6}', text) for text in texts) and int(texts[0]) < int(texts[1]) and (texts[1] == '1' or len(told) == 4):
+        return int(texts[0]), int(texts[1])
+    raise ValueError(f'the environment has {", ".join(f"{name}={text:.60}" for name, text in told.items())}, not as torchrun sets it: '
+                     'start several processes with torchrun, or unset RANK and WORLD_SIZE to train with one')
 
 
 def patience():

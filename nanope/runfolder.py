@@ -1,7 +1,7 @@
 """What train.py does with a run folder: start a run in it, go on with the one it holds, or refuse; save; say why a run crashed."""
 import contextlib
+import math
 import os
-import shutil
 import sys
 from dataclasses import asdict, fields
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from nanope import checkpoint, metrics, optim, parallel
-from nanope.files import read_json, sync, write_json
+from nanope.files import read_json, remove, sync, write_json
 
 EXIT_NONFINITE = 65
 IDENTITY = {field.name for field in fields(GPTConfig)} - {'dropout'}  # what the model is: never changes in a run
@@ -108,8 +108,7 @@ def check_resume(config, saved):
 def clear(run):
     """Delete what an earlier run wrote into the folder, and nothing else that lies there."""
     for name in checkpoint.names(run):
-        path = os.path.join(run, 'ckpt', name)
-        shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+        remove(os.path.join(run, 'ckpt', name))
     for path in (os.path.join(run, name) for name in WRITTEN):
         if os.path.isfile(path):
             os.remove(path)
@@ -167,7 +166,7 @@ def save(config, step, model, optimizers, scaler, names, data, environment, orig
                  'scaler': scaler.state_dict(), 'origin': origin}
         checkpoint.save(config.out_dir, step, weights, moments, state, environment)
         checkpoint.verify(checkpoint.step_folder(config.out_dir, step))  # before an older one is dropped for it
-    evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval'}
+    evals = {r['step']: r['loss'] for r in metrics.read(config.out_dir) if r['event'] == 'eval' and abs(r['loss']) < math.inf}
     held = [s for s in checkpoint.steps(config.out_dir) if s in evals]
     if held:
         best = min(held, key=evals.get)

@@ -3,12 +3,13 @@ import json
 import os
 import shutil
 import signal
+import stat
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nanope import checkpoint, files, optim
+from nanope import checkpoint, files, metrics, optim
 from runs import fork_train, train, wait, weights
 from small import build
 
@@ -347,6 +348,56 @@ def test_prune(tmp_path, keep, best, at, left):
         checkpoint.mark_best(tmp_path, best, 1.5)
     checkpoint.prune(tmp_path, at, keep)
     assert checkpoint.steps(tmp_path) == left and not list((tmp_path / 'ckpt').glob('.tmp*'))
+
+
+@pytest.mark.parametrize('odd', ['a link', 'a link to nothing', 'a file'])
+@pytest.mark.parametrize('step', [1, 3, 4])
+def test_step_that_is_no_folder(run, tmp_path, odd, step):
+    """A checkpoint that somebody moved to another disk, or a file of its name: replaced and dropped like any other, alone, not what it
+    links to. Nor do names that are almost those of a step stop anything."""
+    path = tmp_path / f'run/ckpt/step_{step:08d}'
+    moved = tmp_path / 'moved'
+    shutil.move(path, moved) if step == 1 else moved.mkdir()
+    (moved / 'mine').touch()
+    path.touch() if odd == 'a file' else path.symlink_to(moved if odd == 'a link' else 'nowhere')
+    others = ['step_0000000001', 'step_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661']  # digits, but not ours
+    for name in others:
+        (tmp_path / 'run/ckpt' / name).mkdir()
+    save('run', 3)
+    checkpoint.prune('run', 3, keep=1)
+    assert sorted(os.listdir('run/ckpt')) == sorted(['step_00000003', *others]) and is_step(checkpoint.load('run'), 3)
+    assert (moved / 'mine').exists()
+
+
+def test_who_may_read_is_the_umasks_affair(run):
+    """All files alike: who may read a run may read its weights too."""
+    before = os.umask(0o027)
+    try:
+        save('run', 3)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(os.stat(f'run/ckpt/step_00000003/{name}').st_mode) for name in ALL} == {0o640}
+
+
+@pytest.mark.skipif(not hasattr(os, 'mkfifo'), reason='makes pipes')
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize('what', ['a pipe', '/dev/zero'])
+@pytest.mark.parametrize('name', [*ALL, 'best.json', '../metrics.jsonl'])
+def test_pipes_and_devices_are_not_read(run, what, name):
+    """They may never end, and a folder that somebody sent may hold one: told, and the step before is used."""
+    path = os.path.join('run/ckpt', name if name not in ALL else f'step_00000002/{name}')
+    if os.path.exists(path):
+        os.remove(path)
+    os.mkfifo(path) if what == 'a pipe' else os.symlink(what, path)
+    assert is_step(checkpoint.load('run'), 1 if name in ALL else 2)
+    assert checkpoint.best_step('run') is None and metrics.read('run') == []
+
+
+def test_leftover_that_is_no_folder(run, tmp_path):
+    """A file where a save puts its temporary folder is in nobody's way."""
+    (tmp_path / 'run/ckpt/.tmp-step_00000003').touch()
+    save('run', 3)
+    assert is_step(checkpoint.load('run'), 3)
 
 
 @pytest.mark.parametrize('content', [b'', b'[]', b'{}', b'{"step": "2"}', EVIL, b'\xff'])

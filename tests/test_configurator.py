@@ -313,6 +313,8 @@ def test_run_ends_with_the_right_code_and_words(script):
     assert script('greet interrupt') == (130, '', '')
     assert script('greet bug')[2].startswith('Traceback')
     assert script('greet --times=100000 | head -n 1') == (0, 'hello you\n', '')
+    assert script('greet >&-') == (0, '', '') and script('greet 2>&- | cat') == (0, 'hello you\n', '')
+    assert script('greet --times=x >&- 2>&-') == (2, '', '') and script('greet --times=2 >&- 2>&-') == (75, '', '')
     assert script('greet --name=☃', encoding='ascii') == (0, 'hello \\u2603\n', '')
     code, out, err = script('greet --help')
     assert (code, err) == (0, '') and out.startswith('usage: python greet.py [config.py ...] [--name=value ...]\n'

@@ -222,6 +222,24 @@ def test_patience_in_seconds(place, monkeypatch, text):
     assert done.code == 2 and f'error: NANOPE_PATIENCE={text} in the environment must be' in done.text and not (place / 'out').exists()
 
 
+@pytest.mark.parametrize('environment', [
+    dict(WORLD_SIZE='0'), dict(RANK='one'), dict(RANK='1'), dict(RANK='-1', WORLD_SIZE='2'), dict(RANK='0', WORLD_SIZE='2'),
+    dict(RANK='2', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='1')], ids=str)
+def test_environment_that_is_not_of_torchrun(place, monkeypatch, environment):
+    """Left over from something else: said in one line, before anything is made."""
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    done = train(place, **PARTS)
+    assert done.code == 2 and done.text.startswith('error: the environment has ') and done.text.count('\n') == 1
+    assert 'unset RANK and WORLD_SIZE' in done.text and not (place / 'out').exists()
+
+
+def test_environment_of_one_process(place, monkeypatch):
+    """As of torchrun --nproc_per_node=1, or of another launcher that starts one."""
+    monkeypatch.setenv('RANK', '0'), monkeypatch.setenv('WORLD_SIZE', '1')
+    assert train(place).code == 0
+
+
 @pytest.mark.slow
 def test_not_finite_in_one_rank_stops_all(place):
     """What one rank computes goes into the weights of all: exit 65 everywhere, at the same update, with nothing of it saved."""

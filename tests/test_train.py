@@ -724,7 +724,32 @@ def test_folder_removed_while_training(place, monkeypatch):
     """An error that names the path, and no half of a run put back in its place."""
     at_update(monkeypatch, 3, lambda model: shutil.rmtree('out/a'))
     done = train(place)
-    assert done.code == 2 and "error: No such file or directory: 'out/a/metrics.jsonl'" in done.text and not (place / 'out/a').exists()
+    assert done.code == 2 and 'error: out/a is not the folder any more that was locked' in done.text and not (place / 'out/a').exists()
+
+
+@pytest.mark.parametrize('settings', [{}, dict(log_interval=100, eval_interval=100, checkpoint_interval=4)], ids=str)
+def test_folder_made_anew_while_training(place, monkeypatch, settings):
+    """Removed by someone who forgot the run in it, then another run's: the first one writes no record and no checkpoint there."""
+    assert train(place, out_dir='out/b', seed=2).code == 0
+
+    def begin_anew(model):
+        shutil.rmtree('out/a')
+        shutil.copytree('out/b', 'out/a')
+    at_update(monkeypatch, 3, begin_anew)
+    done = train(place, **settings)
+    assert done.code == 2 and 'error: out/a is not the folder any more that was locked' in done.text
+    ours, theirs = ({path.relative_to(run): path.read_bytes() for path in run.rglob('*') if path.is_file()}
+                    for run in (place / 'out/a', place / 'out/b'))
+    assert ours == theirs
+
+
+def test_lock_removed_while_training(place, monkeypatch):
+    """Nothing keeps a second run away any more, so the first one ends."""
+    at_update(monkeypatch, 3, lambda model: os.remove('out/a/.lock'))
+    done = train(place)
+    assert done.code == 2 and 'error: out/a is not the folder any more that was locked' in done.text
+    monkeypatch.undo()
+    assert checkpoint.load(place / 'out/a').step == 2 and train(place, init_from='resume').code == 0
 
 
 # ---- numbers that are not finite ----------------------------------------------------------------------------------------------------
@@ -947,6 +972,30 @@ def test_no_matplotlib(place, monkeypatch):
     monkeypatch.setattr(plots, 'loss_curves', lambda *_: (_ for _ in ()).throw(ImportError('No module named matplotlib')))
     done = train(place, plot=True)
     assert done.code == 0 and 'warning: no loss.png: No module named matplotlib' in done.text
+
+
+def test_overwrite_does_not_follow_links(place):
+    """A checkpoint that lies elsewhere, with a link in its place: the link goes, what it leads to stays."""
+    assert train(place, max_iters=2).code == 0
+    path = place / 'out/a/ckpt/step_00000002'
+    shutil.move(path, place / 'moved'), path.symlink_to(place / 'moved')
+    assert train(place, init_from='resume', max_iters=3).code == 0
+    assert train(place, max_iters=1, overwrite='true').code == 0
+    assert checkpoint.steps(place / 'out/a') == [1] and len(os.listdir(place / 'moved')) == 4
+
+
+def test_evaluation_that_is_not_finite_is_not_the_best(place, monkeypatch):
+    """As of activations that overflow: it compares with nothing, and neither itself nor what came before would ever be replaced."""
+    original, calls = script.evaluate, []
+
+    def evaluate(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs) | ({'loss': math.nan} if len(calls) == 2 else {})
+    monkeypatch.setattr(script, 'evaluate', evaluate)
+    assert train(place, keep_checkpoints=1).code == 0
+    evals = {r['step']: r['loss'] for r in records(place, 'eval') if not math.isnan(r['loss'])}
+    assert [*evals] == [0, 4, 6] and checkpoint.best_step(place / 'out/a') == min((4, 6), key=evals.get)
+    assert 2 not in checkpoint.steps(place / 'out/a')
 
 
 # ---- metrics.jsonl ------------------------------------------------------------------------------------------------------------------
