@@ -19,7 +19,7 @@ test-slow: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 2 --dist=loadfile -m 'slow and not gpu'
 
 reliability: $(VENV)/installed-dev
-	PYTHONPATH=tests $(PY) -m pytest -q -m 'not gpu' -p reliability
+	PYTHONPATH=tests $(PY) -m pytest -q -n 2 --dist=loadfile -m 'not gpu' -p reliability
 
 # checks and speeds on CUDA, ten minutes; make gpu PYTHON=python3 installs nothing and runs with what that python has; PEER=DIR, a checkout
 # of nanoGPT, is measured beside

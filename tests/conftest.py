@@ -1,11 +1,14 @@
 """A prepared data folder, small enough to be copied for every test."""
 import shutil
+import threading
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from runs import ROOT, start
 
+tqdm.set_lock(threading.RLock())  # its own is shared with forks: one that is killed while it prints would hold it for ever
 torch.set_num_threads(1)  # these models are too small for two, and other processes may want the other core
 
 
