@@ -78,6 +78,14 @@ def start(place, name, *args):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def torchrun(place, *options, **settings):
+    """torchrun OPTIONS train.py ... as users start it; its output goes to place/told."""
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo', 'MPLBACKEND': 'agg'}
+    with open(place / 'told', 'a') as told:
+        return subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', *options, ROOT / 'train.py', *flags(**settings)],
+                                cwd=place, env=env, stdout=told, stderr=told)
+
+
 def losses(place, out_dir='out/a'):
     """{update: its loss, every bit of it} from metrics.jsonl."""
     return {r['step']: r['loss'].hex() for r in metrics.read(place / out_dir) if r['event'] == 'train'}

@@ -2,8 +2,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -13,7 +11,7 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig, KVCache, rope_frequencies, rope_table
 from nanope import checkpoint, device, loss, optim, parallel
 from nanope.loader import Data
-from runs import ROOT, flags, losses, train, weights
+from runs import losses, torchrun, train, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')]
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none', 'alibi')
@@ -102,8 +100,7 @@ def test_a_single_process_of_torchrun(prepared, tmp_path):
     os.symlink(prepared / 'data', tmp_path / 'data')
     settings = dict(device='cuda', dtype='float32', compile='false', gradient_accumulation_steps=4, max_iters=5)
     assert train(tmp_path, **settings).code == 0
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=1', str(ROOT / 'train.py')]
-    subprocess.run(command + flags(**settings, out_dir='out/b'), cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    assert torchrun(tmp_path, '--standalone', '--nproc_per_node=1', **settings, out_dir='out/b').wait(120) == 0
     plain, other = (checkpoint.load(tmp_path / out).tensors('model') for out in ('out/a', 'out/b'))
     assert plain.keys() == other.keys() and not any('module' in name or '_orig' in name for name in plain)
     assert max((plain[name] - other[name]).abs().max() for name in plain) < 1e-6
@@ -231,8 +228,7 @@ def test_two_gpus(prepared, tmp_path):
     os.symlink(prepared / 'data', tmp_path / 'data')
     settings = dict(device='cuda', dtype='float32', compile='false', gradient_accumulation_steps=2, max_iters=5)
     assert train(tmp_path, **settings).code == 0
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(ROOT / 'train.py')]
-    subprocess.run(command + flags(**settings, out_dir='out/b'), cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    assert torchrun(tmp_path, '--standalone', '--nproc_per_node=2', **settings, out_dir='out/b').wait(120) == 0
     one, two = ([float.fromhex(loss) for loss in losses(tmp_path, out).values()] for out in ('out/a', 'out/b'))
     assert two == pytest.approx(one, abs=1e-5)
 

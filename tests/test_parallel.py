@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -13,7 +12,7 @@ import torch
 
 import train as script
 from nanope import checkpoint, metrics, parallel, plots
-from runs import ROOT, flags, fork_train, losses, train, wait, weights
+from runs import fork_train, losses, torchrun, train, wait, weights
 
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 PARTS = dict(gradient_accumulation_steps=2, batch_size=2)
@@ -298,14 +297,6 @@ def test_machines_with_different_files(place):
 
 
 # ---- torchrun -----------------------------------------------------------------------------------------------------------------------
-
-def torchrun(place, *options, **settings):
-    """torchrun OPTIONS train.py ... as users start it; its output goes to place/told."""
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo', 'MPLBACKEND': 'agg'}
-    with open(place / 'told', 'a') as told:
-        return subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', *options, ROOT / 'train.py', *flags(**settings)],
-                                cwd=place, env=env, stdout=told, stderr=told)
-
 
 TWO = '--standalone', '--nproc_per_node=2'
 ENDLESS = dict(HARD, max_iters=100_000, lr_decay_iters=100_000, eval_interval=10_000, checkpoint_interval=20)

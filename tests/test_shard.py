@@ -8,8 +8,8 @@ import torch
 
 import train as script
 from nanope import checkpoint, metrics, parallel
-from runs import losses, train, weights
-from test_parallel import HARD, PARTS, assert_near, at_call, kill, torchrun, train_ranks, TWO
+from runs import losses, torchrun, train, weights
+from test_parallel import HARD, PARTS, assert_near, at_call, kill, train_ranks, TWO
 
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none', 'alibi')
