@@ -437,7 +437,7 @@ class GPT(nn.Module):
             raise ValueError('nothing to continue: the prompt is empty')
         block_size, was_training = self.config.block_size, self.training
         capacity = min(-(-(idx.size(1) + max_new_tokens) // 128) * 128, block_size)  # few shapes for few compilations
-        fixed = None if step is None else max(256, -(-capacity // 4)) if idx.is_cuda else capacity  # at most 4 graphs; on a CPU one
+        looked_at = max(256, -(-capacity // 4)) if idx.is_cuda else capacity  # by a compiled step: at most 4 graphs; on a CPU one
         self.eval()
         try:
             window = idx[:, -block_size:]
@@ -445,7 +445,7 @@ class GPT(nn.Module):
             cacheable = min(self.config.stable_length, block_size if self.config.wpe in ('learned', 'sinusoidal') else math.inf)
             for _ in range(max_new_tokens):
                 if cache is None or cache.position >= cacheable:
-                    cache, fresh = KVCache(self.config.n_layer, capacity, fixed) if use_cache else None, window
+                    cache, fresh = KVCache(self.config.n_layer, capacity, step and looked_at) if use_cache else None, window
                 logits = self(fresh, cache=cache, last_only=True, step=step if cache and cache.position else None)[:, -1]  # (B, V)
                 fresh = sample_token(logits, temperature, top_k, top_p, generator)
                 window = torch.cat((window, fresh), dim=1)[:, -block_size:]
