@@ -125,7 +125,7 @@ def main(argv=None):
             drawn += rows
             yield tokens
 
-    with device.for_sampling():
+    with device.without_cudnn():
         for n in range(0, config.num_samples, config.batch_size):
             rows = min(config.batch_size, config.num_samples - n)
             together = torch.cat(list(draw(config.seed + n, rows)), dim=1).tolist() if rows > 1 else [map(int, draw(config.seed + n))]

@@ -125,7 +125,7 @@ def learning_rate_at(step, config):
 
 def update(loss_of, optimizers, scaler, config, data, step, lr, device_name, autocast, caught):
     """One update from the batch of `step`. Returns loss, gradient norm and whether any process has caught a signal, the same in all
-    processes: a tensor (3,) on the device. Changes no weight when loss or norm is not finite.
+    processes: a tensor (3,) on the device. Changes no weight when loss or norm is not finite, but see optim.step().
 
     Dropout is seeded with (seed, step, rank), so that there is no generator state to save."""
     seed = config.seed * 1_000_003 + step + parallel.rank * 0x9E3779B1  # the golden ratio: keeps the steps of all ranks apart
@@ -253,7 +253,8 @@ def main(argv=None):
             evaluating = (last or step % config.eval_interval == 0) and not evaluated
             saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
             logging = (step - 1) % config.log_interval == 0 or last
-            if told and (waits or logging or evaluating or saving or len(told) >= 10):  # 10: a signal does not wait for long
+            drawing = config.sample_interval and step and step % config.sample_interval == 0
+            if told and (waits or logging or evaluating or saving or drawing or len(told) >= 10):  # 10: a signal does not wait for long
                 for n, (loss, norm, stop) in enumerate(torch.stack(told).tolist(), step - len(told)):
                     if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
                         bar.close()
@@ -277,7 +278,7 @@ def main(argv=None):
                     evaluated = True
                 stop, stalled = parallel.any_rank(caught), monitor.out_of_patience(config)
                 last = last or stalled
-            if config.sample_interval and step and step % config.sample_interval == 0:
+            if drawing:
                 text = monitor.sample(model, data.tokenizer, config.sample_tokens, config.seed + step, autocast)
                 record('sample', step, text=text)
                 bar.write(f'step {step}, a sample:\n{text}\n')

@@ -95,13 +95,15 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     """torch.compile, tried on one micro-batch of `rows` rows: (function of (idx, targets) -> mean loss, whether compiled, reason).
 
     Where it fails, 'auto' falls back with a warning and True raises ValueError. seconds: see resolve_compile()."""
+    def suited(loss_of):
+        return in_context(without_cudnn, loss_of) if model.config.wpe == 'alibi' else loss_of
     wanted, reason = resolve_compile(compile, device, seconds)
     if not wanted:
-        return loss_function(model, False, rows, device), False, reason
+        return suited(loss_function(model, False, rows, device)), False, reason
     allow_many_graphs()
     try:
         sharded = any(map(parallel.is_sharded, model.parameters()))
-        loss_of = parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device)
+        loss_of = suited(parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device))
         ids = torch.zeros(rows, model.config.block_size, dtype=torch.int64, device=device)
         with autocast():
             loss = loss_of(ids, ids)
@@ -115,7 +117,7 @@ def compile_model(model, compile, rows, device, autocast, seconds):
             raise ValueError(f'{what}; --compile=false trains without it') from error
         print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
         parallel.compile_blocks(model, undo=True)
-        return loss_function(model, False, rows, device), False, 'it failed, see the warning'
+        return suited(loss_function(model, False, rows, device)), False, 'it failed, see the warning'
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -143,35 +145,55 @@ def compile_step(model, device):
     return frozen
 
 
-def for_sampling():
-    """A context without cuDNN's attention, which plans anew for every length of sequence: for sampling and evaluation, never training."""
+def without_cudnn():
+    """A context without cuDNN's attention. That plans anew for every length of sequence, so it is not for sampling and evaluation, and its
+    gradients with a mask, which ALiBi has, may be nan (pytorch issue 196678); for all other training it is the fastest."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def micro_batch(wanted, model, rows, device, autocast, otherwise=None):
-    """'auto' -> (rows to pass through the model at once, a divisor of rows; reason).
+def in_context(context, function):
+    """function, each call of it within context()."""
+    def call(*args):
+        with context():
+            return function(*args)
+    return call
 
-    Memory grows evenly with rows, so two trials tell how many fit a GPU. Compiled, they need less than here. otherwise: rows on another
-    device."""
+
+def micro_batch(wanted, model, rows, device, autocast, otherwise=None):
+    """'auto' -> (rows to pass through the model at once, a divisor of rows; reason). otherwise: rows on a device that is no GPU."""
     if wanted != 'auto':
         return wanted, 'as asked'
     if torch.device(device).type != 'cuda':
         return otherwise or rows, 'batch_size: only a GPU tells how many fit'
+    most = parallel.gather(np.array([rows_that_fit(model, device, autocast)])).min()  # the same for all processes
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most), f'{most} would fit'
+
+
+def rows_that_fit(model, device, autocast):
+    """How many rows of block_size tokens fit a GPU. Memory grows evenly with rows, so two trials tell. Compiled, they need less than here.
+
+    Raises torch.OutOfMemoryError where not even one does."""
     used = []
     for n in (1, 2):
         torch.cuda.reset_peak_memory_stats(device)
         ids = torch.zeros(n, model.config.block_size, dtype=torch.int64, device=device)
-        with autocast():
-            loss = model(ids, ids)
-        loss.backward()
+        try:
+            with autocast():
+                loss = model(ids, ids)
+            loss.backward()
+        except torch.OutOfMemoryError:
+            if n == 1:
+                raise
+            return 1
+        finally:
+            loss = None
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
         used.append(torch.cuda.max_memory_allocated(device))
-        model.zero_grad(set_to_none=True)
-    torch.cuda.empty_cache()
     moments = 8 * sum(p.numel() for p in model.parameters())      # the optimizer's, which are not there yet
     room = 0.9 * torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device) - used[0] - moments
-    most = max(int(room // (used[1] - used[0])) + 1, 1)
-    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most), f'{most} would fit'
+    return max(int(room // (used[1] - used[0])) + 1, 1)
 
 
 def autocast(device, dtype):

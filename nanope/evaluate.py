@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from nanope import parallel
-from nanope.device import for_sampling
+from nanope.device import without_cudnn
 
 
 def windows(tokens, block_size, max_tokens=None, stride=None):
@@ -50,7 +50,7 @@ def token_losses(model, rows, *, autocast, batch_size=16, stop=lambda: False):
         for batch in rows.split(batch_size):
             if stop():
                 return None
-            with autocast(), for_sampling():
+            with autocast(), without_cudnn():
                 loss = model(batch[:, :-1].to(device), batch[:, 1:].to(device), reduction='none')  # (B, T)
             losses.append(loss.cpu().double().numpy())
     finally:

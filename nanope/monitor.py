@@ -5,7 +5,7 @@ import torch
 
 from nanope import checkpoint, metrics, parallel
 from nanope.configurator import idle
-from nanope.device import for_sampling
+from nanope.device import without_cudnn
 from nanope.tokenizer import default_prompt
 
 
@@ -53,7 +53,7 @@ def sample(model, tokenizer, n_tokens, seed, autocast):
     device = next(model.parameters()).device
     prompt = tokenizer.encode_prompt(default_prompt(tokenizer))
     generator = torch.Generator(device).manual_seed(seed)
-    with autocast(), for_sampling():
+    with autocast(), without_cudnn():
         tokens = model.generate(torch.tensor([prompt], device=device), n_tokens, 0.8, 200, generator=generator)
         return tokenizer.decode([int(token) for token in tokens])
 

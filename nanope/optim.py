@@ -4,7 +4,7 @@ import math
 import torch
 
 from nanope import checkpoint, parallel
-from nanope.device import cpu_has_bf16
+from nanope.device import cpu_has_bf16, runs_ahead
 
 MATRICES = 'c_attn.weight', 'c_fc.weight', 'c_proj.weight'  # of a block; wte and wpe are matrices too, but tables to look things up in
 
@@ -73,13 +73,14 @@ def set_learning_rate(optimizers, lr):
 def step(optimizers, finite):
     """Update the parameters if `finite` (bool tensor, on their device) says so, else leave them as they are.
 
-    Fused AdamW looks at it on the device, so that the CPU need not wait for the GPU; others have to ask."""
+    Fused AdamW looks at it on the device, so that the CPU need not wait for the GPU. Others would have to, and do not: there train.py
+    hears of it later, before it saves, evaluates or draws, and stops."""
     sharded = parallel.is_sharded(parameters(optimizers)[0])  # all are, or none
     for optimizer in optimizers:
         if optimizer.defaults.get('fused') and not sharded:
             optimizer.found_inf = (~finite).float()               # what a GradScaler would tell it
             optimizer.step()
-        elif finite.item():
+        elif runs_ahead(finite.device) or finite.item():
             optimizer.step()
 
 

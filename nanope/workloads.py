@@ -70,7 +70,7 @@ def our_sampling(shape, wpe, prompt, new_tokens, dtype, compiled):
     cached = prompt.size(0) * 2 * config.n_layer * config.n_embd * (prompt.size(1) + new_tokens / 2)
 
     def sample():
-        with device.for_sampling():
+        with device.without_cudnn():
             torch.cat(list(model.generate(prompt, new_tokens, 0.8, 200, step=step)), dim=1).cpu()
     weights = sum(p.numel() for p in model.parameters()) - model.parameter_counts()['wpe']  # of a table one row
     return sample, width * (weights + cached)

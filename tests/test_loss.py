@@ -1,4 +1,5 @@
 """The loss in pieces is the loss; attention in bfloat16 is attention; compiled and fixed shapes change nothing but rounding."""
+import contextlib
 import functools
 import math
 from copy import deepcopy
@@ -71,6 +72,48 @@ def test_pieces_multiply_whole_tables(monkeypatch):
 def test_rows_at_once_without_a_gpu():
     """auto is batch_size there: all rows of an update at once, 512 of GPT-2's, would fill any memory."""
     assert device.micro_batch('auto', None, 512, 'cpu', None, 32)[0] == 32 and device.micro_batch(7, None, 512, 'cpu', None, 32)[0] == 7
+
+
+@pytest.mark.parametrize('card, fit', [(30, 1), (40, 1), (50, 2), (95, 6), (200, 16)])
+def test_rows_that_fit_a_card(monkeypatch, card, fit):
+    """A card of `card` units, on which the model takes 20, its moments none to speak of, and each row 10: nine tenths of what is free may
+    be used, and where two rows do not fit, one is the answer."""
+    rows = []
+
+    def forward(x, y):
+        rows.append(len(x))
+        if 20 + 10 * len(x) > card:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return model(x, y)
+    model, cuda, unit = build('none'), torch.cuda, 2**30
+    fake = type('Fake', (), dict(config=model.config, parameters=model.parameters, zero_grad=model.zero_grad, __call__=staticmethod(forward)))
+    for name, value in (('reset_peak_memory_stats', None), ('empty_cache', None), ('memory_allocated', 20 * unit),
+                        ('mem_get_info', ((card - 20) * unit, card * unit))):
+        monkeypatch.setattr(cuda, name, lambda *args, value=value: value)
+    monkeypatch.setattr(cuda, 'max_memory_allocated', lambda device: (20 + 10 * rows[-1]) * unit)
+    assert device.rows_that_fit(fake(), 'cpu', contextlib.nullcontext) == fit and rows == [1, 2]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_card_without_room_for_a_row(monkeypatch):
+    for name in ('reset_peak_memory_stats', 'empty_cache'):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    model = build('none')
+    monkeypatch.setattr(model, 'forward', lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError('CUDA out of memory')))
+    with pytest.raises(torch.OutOfMemoryError):
+        device.rows_that_fit(model, 'cpu', contextlib.nullcontext)
+
+
+@pytest.mark.parametrize('wpe', ['learned', 'rope', 'alibi'])
+@pytest.mark.parametrize('compiled', [False, True])
+def test_masks_keep_cudnn_away(monkeypatch, wpe, compiled):
+    """In training too, for ALiBi, whose mask it gives nan gradients; all others leave it on, since it is fastest."""
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
+    model, seen = build(wpe), []
+    loss_of, *_ = device.compile_model(model, compiled, 2, 'cpu', contextlib.nullcontext, 0)
+    model.transformer.h[0].register_forward_pre_hook(lambda *args: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    loss_of(tokens(2, 8), tokens(2, 8)).backward()
+    assert seen == [wpe != 'alibi'] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_losses_by_token_do_not_depend_on_the_pieces():
@@ -200,6 +243,19 @@ def test_an_update_that_is_not_finite_is_left_out():
             optim.step(optimizers, torch.tensor(finite))
             assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before)) is not finite
             assert all((p != old).any() for p, old in zip(model.parameters(), before)) is finite
+
+
+def test_muon_does_not_wait_for_the_device(monkeypatch):
+    """Where work is queued, whether an update is finite is asked on the device or later: neither optimizer turns it into a Python bool."""
+    config = type('Config', (), dict(optimizer='muon', weight_decay=0.1, beta1=0.9, beta2=0.95, learning_rate=0.1, muon_lr=0.1,
+                                     muon_momentum=0.9, muon_weight_decay=0.1))
+    model = build('learned')
+    optimizers = optim.build(config, model, 'cpu')
+    model(tokens(2, 8), tokens(2, 8)).backward()
+    monkeypatch.setattr(optim, 'runs_ahead', lambda name: True)
+    finite = torch.tensor(True)
+    finite.item = lambda: pytest.fail('it waits')
+    optim.step(optimizers, finite)
 
 
 def test_a_gradient_that_overflows_stops_both_optimizers(place):

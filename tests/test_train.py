@@ -801,7 +801,8 @@ def test_running_ahead_of_the_device(place, straight, monkeypatch, optimizer, va
     out, and not saved, though others came after it."""
     settings = dict(optimizer=optimizer, max_iters=9, log_interval=4, eval_interval=6, lr_decay_iters=12, checkpoint_interval=3)
     reference = straight(**settings)
-    monkeypatch.setattr(device, 'runs_ahead', lambda name: True)
+    for module in (device, optim):
+        monkeypatch.setattr(module, 'runs_ahead', lambda name: True)
     assert train(place, **settings).code == 0
     told = [[(r['event'], r['step'], r['loss']) for r in records(each, 'train', 'eval', 'final')] for each in (place, reference)]
     assert told[0] == told[1] and weights(place, 9) == weights(reference, 9)
@@ -810,6 +811,15 @@ def test_running_ahead_of_the_device(place, straight, monkeypatch, optimizer, va
     done = train(place, **settings)
     assert done.code == 65 and json.loads((place / 'out/a/crash.json').read_text())['step'] == 3 and made[-1] > 3
     assert checkpoint.steps(place / 'out/a') == [3] and 'The last checkpoint is step 3' in done.text
+
+
+def test_running_ahead_draws_from_no_broken_model(place, monkeypatch):
+    """A text is asked for after an update that was not finite and before anything else would tell: exit 65, no traceback of the drawing."""
+    for module in (device, optim):
+        monkeypatch.setattr(module, 'runs_ahead', lambda name: True)
+    at_update(monkeypatch, 3, lambda model: poison_once(model, math.nan))
+    done = train(place, optimizer='muon', max_iters=9, log_interval=100, eval_interval=100, sample_interval=5, sample_tokens=3)
+    assert done.code == 65 and 'Traceback' not in done.text and not [r for r in records(place, 'sample')]
 
 
 def test_running_ahead_hears_signals(place, monkeypatch):
