@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import model as model_py
 from model import KVCache, sample_token
 from small import SCHEMES, build, close, tokens
 
@@ -94,6 +95,40 @@ def test_generation_past_block_size_equals_cropping(wpe, layers, use_cache, prom
     model = build(wpe, block_size=8, n_layer=layers)
     generated = greedy(model, tokens(2, prompt), 30, use_cache=use_cache)
     assert torch.equal(generated, greedy_by_cropping(model, tokens(2, prompt), 30))
+
+
+@pytest.mark.skipif(not model_py.ONEDNN, reason='this build of torch has no oneDNN')
+@pytest.mark.parametrize('bias', [False, True])
+@pytest.mark.parametrize('rows', [1, 8, 32, 33])
+def test_few_rows_times_a_large_matrix(monkeypatch, rows, bias):
+    """By oneDNN, without a gradient alone: what float64 gives, x lying in pieces too; other products stay as they are."""
+    op, calls = torch.ops.mkldnn._linear_pointwise, []
+    monkeypatch.setattr(torch.ops.mkldnn, '_linear_pointwise', lambda *args: calls.append(args) or op(*args))
+    large, small = model_py.Linear(512, 2048, bias=bias), model_py.Linear(512, 512, bias=bias)
+    generator = torch.Generator().manual_seed(rows)
+    for p in (*large.parameters(), *small.parameters()):
+        torch.nn.init.normal_(p, std=0.05, generator=generator)
+    x = torch.randn(rows, 3, 512, generator=generator)[:, -1:]    # as last_only leaves it
+    for linear, used in ((large, rows <= 32), (small, False)):
+        bias_part = linear.bias.double() if bias else 0
+        exact = x.double() @ linear.weight.double().T + bias_part
+        with torch.no_grad():
+            close(linear(x).double(), exact)
+        assert bool(calls) is used
+        calls.clear()
+        with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
+            assert linear(x).dtype == torch.bfloat16
+        assert linear(x).requires_grad and not calls
+
+
+@pytest.mark.parametrize('wpe', SCHEMES)
+@torch.no_grad()
+def test_cached_logits_of_a_wide_model(wpe):
+    """Steps of one token take oneDNN's product there, all tokens at once torch's own."""
+    model = build(wpe, n_layer=2, n_head=4, n_embd=640, block_size=48, std=0.05)
+    idx = tokens(1, 48)
+    assert model.transformer.h[0].attn.c_attn.weight.numel() >= 2**20
+    close(cached_logits(model, idx, [10] + [1] * 38, 48), model(idx), atol=1e-5)
 
 
 def test_generate_turns_dropout_off_and_restores_the_mode():
