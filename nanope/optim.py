@@ -50,13 +50,19 @@ class Float32Muon(torch.optim.Muon):
 
 
 def newton_schulz(x, coefficients, steps, eps):
-    """A matrix with the singular vectors of x (rows, columns) and all singular values near 1, by a polynomial of odd powers."""
+    """A matrix with the singular vectors of x (rows, columns) and all singular values near 1, by a polynomial of odd powers.
+
+    Each step multiplies x by a polynomial p of its square x x^T. All steps are had of the squares, which are smaller, and x is multiplied
+    once, by the product of them."""
     a, b, c = coefficients
     wide = x if x.size(0) <= x.size(1) else x.T
     wide = wide / wide.norm().clamp(min=eps)
+    square, product = wide @ wide.T, torch.eye(len(wide), dtype=x.dtype, device=x.device)
     for _ in range(steps):
-        square = wide @ wide.T
-        wide = a * wide + (b * square + c * square @ square) @ wide
+        p = b * square + c * square @ square
+        p.diagonal().add_(a)
+        square, product = p @ square @ p, p @ product
+    wide = product @ wide
     return wide if x.size(0) <= x.size(1) else wide.T
 
 
