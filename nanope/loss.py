@@ -41,7 +41,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         dx, dw = ctx.saved_tensors
-        return dx * gradient, dw * gradient, None, None, None
+        return dx.mul_(gradient), dw.mul_(gradient), None, None, None  # in place: a second backward() is refused by autograd
 
 
 def in_pieces(model, rows, device):

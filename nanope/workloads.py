@@ -143,13 +143,13 @@ def transformers_sampling(prompt, new_tokens, dtype):
 
 # ---- memory -----------------------------------------------------------------------------------------------------------------------------
 
-def peak_memory(peer, shape, wpe, rows, block_size, dtype, device_name, results):
+def peak_memory(peer, shape, wpe, rows, block_size, dtype, compile, device_name, results):
     """In a process of its own: put the most memory that two updates take, bytes, into results; nanoGPT's where a checkout is given."""
     cuda = torch.device(device_name).type == 'cuda'
     if peer:
         work = peer_step(load_peer(peer), shape, rows, device_name, block_size)
     else:
-        work = our_step(shape, wpe, rows, device_name, dtype, cuda, block_size)  # compiled where the peer is
+        work = our_step(shape, wpe, rows, device_name, dtype, compile, block_size)
     work()
     if cuda:
         torch.cuda.reset_peak_memory_stats()                      # of what compiling took

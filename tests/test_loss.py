@@ -37,6 +37,15 @@ def test_the_loss_in_pieces_and_its_gradients(wpe, left_out, monkeypatch):
         close(found[name], 3 * gradient)
 
 
+def test_pieces_refuse_a_second_backward():
+    """Their gradients are scaled where they lie; twice would be wrong, so autograd says so."""
+    model = build('rope')
+    value = loss.head_loss(model, model.hidden, tokens(2, 32), tokens(2, 32))
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        value.backward()
+
+
 def test_in_bfloat16_it_stays_near_float64(monkeypatch):
     """Under autocast both ways err alike against float64; that of float32 gradients of a bfloat16 product is the dtype's own, 2**-8."""
     monkeypatch.setattr(loss, 'CHUNK', 16)
