@@ -30,9 +30,9 @@ gpu: GPU_PY := $(PY)
 gpu: $(VENV)/installed-dev
 endif
 gpu:
-	$(GPU_PY) -m pytest -q -m gpu tests/test_gpu.py
+	$(GPU_PY) -m pytest -q -m gpu tests/test_gpu.py; checks=$$?; \
 	$(GPU_PY) bench.py --device=cuda --parts=machine,train,sample,memory --shapes=gpt2 --wpe=learned,rope --deadline=360 \
-		--json=bench_gpu.json $(PEER:%=--peer=%)
+		--json=bench_gpu.json $(PEER:%=--peer=%) && exit $$checks
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoPE needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

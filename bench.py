@@ -23,7 +23,7 @@ from nanope import device, measure, workloads
 from nanope.configurator import configure, run
 from nanope.corpus import find_files, open_batches
 from nanope.evaluate import token_losses
-from nanope.files import write_json
+from nanope.files import brief, write_json
 from nanope.report import text_table
 from nanope.tokenizer import GPT2Tokenizer
 
@@ -37,7 +37,7 @@ class BenchConfig:
     shapes: str = 'tiny'                # for train: tiny, baby, gpt2
     wpe: str = 'learned,sinusoidal,rope'  # schemes
     peer: str | None = None             # folder of a nanoGPT checkout to measure beside
-    rows: int | None = None             # a micro-batch; none = 12 tiny, 16 baby, 1 gpt2, and for gpt2 on CUDA 16
+    rows: int | None = None             # a micro-batch; none = 12 tiny, 16 baby, 1 gpt2; for gpt2 on CUDA as many as fit up to 64, then 12
     rounds: int = 6
     seconds: float = 1.0                # that each work takes a round
     new_tokens: int = 256               # for sample: after a prompt of 16, up to 1,008
@@ -58,6 +58,8 @@ class BenchConfig:
                   if getattr(self, name) is not None and getattr(self, name) < 1]
         found += [f'{name}={getattr(self, name)} must be above 0' for name in ('seconds', 'deadline')
                   if getattr(self, name) is not None and getattr(self, name) <= 0]
+        found += [f'{name} is empty: name a {what}, or leave it out' for name, what in (('peer', 'folder'), ('json', 'file'))
+                  if getattr(self, name) == '']
         if self.new_tokens > 1008:
             found.append(f'new_tokens={self.new_tokens} must be at most 1008: with the prompt of 16 they fill the context of GPT-2')
         return found
@@ -87,21 +89,26 @@ class Bench:
     def dtype(self, shape):
         return device.resolve_dtype(self.config.dtype, self.device, workloads.SHAPES[shape][2])[0]
 
+    def as_shipped(self, compiled):
+        """What a heading says of the peer: its own train.py and sample.py decide how it runs."""
+        return f'; nanoGPT as it ships: {workloads.peer_dtype(self.device)}, {"compiled" if compiled else "eager"}' if self.peer else ''
+
     def record(self, **values):
         """Add a row to what --json writes; what is not given is null there."""
         names = 'wpe', 'mode', 'shape', 'tokens_per_s', 'mfu', 'peak_mem_bytes', 'peer', 'peer_tokens_per_s', 'ratio', 'range'
         self.rows.append({**dict.fromkeys(names), **values})
 
-    def add(self, mode, shape, works, tokens, rounds=None, flops=None, read={}):
+    def add(self, mode, shape, works, tokens, flops=None, read={}):
         """Alternate works {name: function}, record and return a table of them, and seconds a token: {name: [float]}.
 
         tokens: of one call, for all works or {name: int}. flops: operations a token. read: {name: bytes a token}. All are compared with
         the peers and with the first work."""
-        times = measure.alternate(works, rounds or self.config.rounds, self.config.seconds, self.device, self.deadline)
+        times = measure.alternate(works, self.config.rounds, self.config.seconds, self.device, self.deadline)
         times = {name: [t / (tokens[name] if isinstance(tokens, dict) else tokens) for t in each] for name, each in times.items()}
         took, card = {name: statistics.median(each) for name, each in times.items()}, device.peak_flops(self.device, self.dtype('gpt2'))
-        shares = {'of peak': {name: flops / t / self.matmul_peak for name, t in took.items() if flops and self.matmul_peak},
-                  'of the card': {name: flops / t / card for name, t in took.items() if flops and card},
+        alike = {name: t for name, t in took.items() if name != 'nanoGPT' or workloads.peer_dtype(self.device) == self.dtype('gpt2')}
+        shares = {'of peak': {name: flops / t / self.matmul_peak for name, t in alike.items() if flops and self.matmul_peak},
+                  'of the card': {name: flops / t / card for name, t in alike.items() if flops and card},
                   'of bandwidth': {name: amount / took[name] / self.bandwidth for name, amount in read.items() if self.bandwidth}}
         shown = [share for share in shares if shares[share]]
         bases = [*(name for name in ('nanoGPT', 'transformers') if name in times), next(iter(times))]
@@ -120,7 +127,8 @@ class Bench:
 
     def machine(self):
         C = 768
-        own = [(4096, C, 3 * C), (4096, C, C), (4096, 4 * C, C), (1024, C, 50257), (768, 64, 384), (4096, 384, 1152)]
+        rows = 65536 if self.cuda else 4096                       # of a micro-batch
+        own = [(rows, C, 3 * C), (rows, C, C), (rows, 4 * C, C), (1024, C, 50257), (768, 64, 384), (4096, 384, 1152)]
         square = [(8192, 8192, 8192)] if self.cuda else [(1024, 1024, 1024), (2048, 2048, 2048)]
         formats = [torch.float32] + ([torch.bfloat16] if self.cuda or device.cpu_has_bf16() else [])
         rates = {dtype: measure.matmul_rates(dtype, self.device, square + own) for dtype in formats}
@@ -137,8 +145,8 @@ class Bench:
         for shape in self.config.shapes.split(','):
             sizes = [self.config.rows or workloads.SHAPES[shape][5]]
             if self.cuda and shape == 'gpt2' and not self.config.rows:  # as many as fit; and nanoGPT's own number
-                model = workloads.build(shape, 'none').to(self.device)
-                sizes = [device.micro_batch('auto', model, 64, self.device, device.autocast(self.device, self.dtype(shape)))[0], 12]
+                sizes = [device.micro_batch('auto', workloads.build(shape, 'none').to(self.device), 64, self.device,
+                                            device.autocast(self.device, self.dtype(shape)))[0], 12]
             rates = [self.train_shape(shape, rows) for rows in sizes if time.monotonic() < self.deadline]
             if self.peer and len(rates) == 2:
                 print('as shipped, each by its own number of rows: ' + ', '.join(
@@ -155,7 +163,8 @@ class Bench:
         tokens, flops = rows * workloads.SHAPES[shape][3], workloads.build(shape, 'none').flops_per_token()
         size = f'{shape}, {rows} x {workloads.SHAPES[shape][3]}'
         table, times = self.add('train', size, works, tokens, flops=flops)
-        show(f'TRAINING STEP, {size} tokens, {self.dtype(shape)}, {"compiled" if self.compile else "eager"}', table)
+        how = f'{self.dtype(shape)}, {"compiled" if self.compile else "eager"}'
+        show(f'TRAINING STEP, {size} tokens, {how}{self.as_shipped(self.cuda)}', table)
         return {name: 1 / statistics.median(each) for name, each in times.items()}
 
     def context(self):
@@ -172,35 +181,37 @@ class Bench:
             works = {wpe: workloads.our_step('tiny', wpe, tokens // T, self.device, dtype, self.compile, T) for wpe in self.schemes}
             if self.peer:
                 works['nanoGPT'] = workloads.peer_step(self.peer, 'tiny', tokens // T, self.device, T)
-            _, times = self.add('context', f'tiny, {tokens // T} x {T}', works, tokens, rounds=3, flops=flops[T])
+            _, times = self.add('context', f'tiny, {tokens // T} x {T}', works, tokens, flops=flops[T])
             first = first or {name: statistics.median(seconds) for name, seconds in times.items()}
             peak = measure.peak_memory(None, 'tiny', self.schemes[0], tokens // T, T, dtype, self.compile, self.device)
             self.record(wpe=self.schemes[0], mode='memory', shape=f'tiny, {tokens // T} x {T}', peak_mem_bytes=peak)
             rows.append([T, *(f'{statistics.median(times[name]) / first[name]:.2f}' for name in works),
                          f'{flops[T] / flops[lengths[0]]:.2f}', f'{peak / 1e9:.2f}' if peak else 'failed'])
         show(f'LONGER ROWS, {tokens} tokens a step, {"compiled" if self.compile else "eager"}, seconds relative to {lengths[0]}; '
-             f'memory of {self.schemes[0]}', rows)
+             f'memory of {self.schemes[0]}{self.as_shipped(self.cuda)}', rows)
 
     def sample(self):
         n, prompt, dtype = self.config.new_tokens, torch.randint(50257, (1, 16), device=self.device), self.dtype('gpt2')
         how = f'{n} new tokens, {dtype}, {"compiled" if self.compile else "eager"}'
         ours = {wpe: workloads.our_sampling('gpt2', wpe, prompt, n, dtype, self.compile) for wpe in self.schemes}
         works, read = ({name: part[i] for name, part in ours.items()} for i in (0, 1))
+        tokens = dict.fromkeys(works, n)
         if self.peer:
-            works['nanoGPT'] = workloads.peer_sampling(self.peer, 'gpt2', prompt, n)
+            tokens['nanoGPT'] = min(n, 32) if self.cuda else n    # it encodes each length anew, for which cuDNN may plan anew
+            works['nanoGPT'] = workloads.peer_sampling(self.peer, 'gpt2', prompt, tokens['nanoGPT'])
         try:
-            works['transformers'] = workloads.transformers_sampling(prompt, n, dtype)
+            works['transformers'], tokens['transformers'] = workloads.transformers_sampling(prompt, n, dtype), n
         except ImportError:
             print('transformers is not installed: no second peer')
-        table, _ = self.add('sample', 'gpt2, batch 1', works, n, read=read)
-        show(f'SAMPLING, gpt2, prompt of 16, {how}', table)
+        table, _ = self.add('sample', 'gpt2, batch 1', works, tokens, read=read)
+        show(f'SAMPLING, gpt2, prompt of 16, {how}{self.as_shipped(False)}', table)
         first = self.schemes[0]
         works, tokens, read = {'batch 1': works[first]}, {'batch 1': n}, {'batch 1': read[first]}
         for size in (8, 128) if self.cuda else (8,):
             name = f'batch {size}'
             works[name], moved = workloads.our_sampling('gpt2', first, prompt.repeat(size, 1), n, dtype, self.compile)
             tokens[name], read[name] = n * size, moved / size
-        table, _ = self.add('sample', f'gpt2, {first}', works, tokens, 3, read=read)
+        table, _ = self.add('sample', f'gpt2, {first}', works, tokens, read=read)
         show(f'SAMPLING, gpt2, {first}, several prompts at once, {how}', table)
 
     def evaluate(self):
@@ -232,7 +243,7 @@ class Bench:
             folder, wpe = (self.config.peer, None) if name == 'nanoGPT' else (None, name)
             peak = peaks[name] = measure.peak_memory(folder, 'gpt2', wpe, 4, 1024, dtype, self.compile, self.device)
             against = peak / peaks['nanoGPT'] if wpe and peak and peaks.get('nanoGPT') else None
-            self.record(wpe=name, mode='memory', shape='gpt2, 4 x 1024', peak_mem_bytes=peak, ratio=against,
+            self.record(wpe=name, mode='memory', shape='gpt2, 4 x 1024', peak_mem_bytes=peak, share_of_peer=against,
                         peer='nanoGPT' if against else None)
             table.append([name, f'{peak / 1e9:.2f}' if peak else 'failed', f'{against:.2f}' if against else '-'])
         show(f'PEAK MEMORY, gpt2, 4 x 1024 tokens, {dtype}, {"compiled" if self.compile else "eager"}', table)
@@ -242,6 +253,8 @@ class Bench:
         times, peer = {'train.py': [], 'sample.py': []}, self.peer and Path(self.config.peer)
         if peer and (peer / 'out-shakespeare-char/ckpt.pt').exists():
             times["nanoGPT's sample.py"] = []
+        elif peer:
+            print(f"\nnanoGPT's sample.py is not measured: there is no {peer / 'out-shakespeare-char/ckpt.pt'}")
         small = '--n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --batch_size=12 --max_iters=1 --eval_tokens=64'.split()
         ours, theirs = [f'--device={self.device}', '--start=O', '--max_new_tokens=1'], ['--out_dir=out-shakespeare-char', '--num_samples=1']
         with tempfile.TemporaryDirectory() as folder:
@@ -288,11 +301,14 @@ def main(argv=None):
     name = torch.cuda.get_device_name(bench.device) if bench.cuda else f'{device.cpu_name()}, {torch.get_num_threads()} threads'
     print(f'{name}; torch {torch.__version__}, Python {platform.python_version()}')
     try:
-        for part in config.parts.split(','):
+        for part in sorted(config.parts.split(','), key=PARTS.index):  # the machine first: what others take is a share of its best
             if time.monotonic() > bench.deadline:
                 print(f'\n{part}: not measured, {config.deadline:.0f} s are over')
                 continue
-            getattr(bench, part)()
+            try:
+                getattr(bench, part)()
+            except torch.OutOfMemoryError as error:
+                print(f'\n{part}: not measured to its end, {brief(error)}')
     finally:  # Ctrl-C or a fault in a later part loses no number
         if config.json and (bench.rows or bench.matmul_peak):     # else what an earlier run wrote there stays
             write_json(config.json, {'device': name, 'dtype': bench.dtype('gpt2'), 'compile': bench.compile, 'rows': bench.rows,

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, '_linear_pointwise')  # the op that torch.compile uses
+LARGE_MATRIX = 2**20  # numbers; smaller ones stay in a CPU's caches
 
 
 @dataclass
@@ -219,7 +220,7 @@ class Linear(nn.Linear):
     def forward(self, x):
         """x (..., in) -> (..., out). For a few rows, as in a sampling step, torch's own float32 product reads a large matrix from a CPU's
         memory at half the speed of oneDNN's; for small matrices it is the faster one."""
-        few = x.numel() <= 32 * x.size(-1) and self.weight.numel() >= 2**20
+        few = x.numel() <= 32 * x.size(-1) and self.weight.numel() >= LARGE_MATRIX
         plain = x.device.type == 'cpu' and x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled('cpu')
         if few and plain and ONEDNN and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, 'none', [], '')

@@ -97,9 +97,9 @@ def main(argv=None):
     nothing += idle(config, ('batch_size',), 'for --num_samples=1') if config.num_samples == 1 else []
     for line in nothing:
         print(f'warning: --{line}', file=sys.stderr)
-    device_name, _ = device.resolve_device(config.device)
+    device_name, why_device = device.resolve_device(config.device)
     model, tokenizer, found = checkpoint.load_model(config.out_dir, config.step, device_name)
-    dtype, _ = device.resolve_dtype(config.dtype, device_name, model.config.n_embd)
+    dtype, why_dtype = device.resolve_dtype(config.dtype, device_name, model.config.n_embd)
     model.to(getattr(torch, dtype))  # reading the weights is what takes the time: half the bytes, half the time
     if config.start is None:
         config.start = default_prompt(tokenizer)
@@ -112,8 +112,10 @@ def main(argv=None):
     check_length(prompt, config, model)
     print(f'{config.out_dir}, step {found.step}, {model.parameter_report()}', file=sys.stderr)
 
-    compiled = config.num_samples * config.max_new_tokens >= 20_000 if config.compile == 'auto' else config.compile
-    step = device.compile_step(model, device_name) if compiled else None
+    steps = -(-config.num_samples // config.batch_size) * config.max_new_tokens
+    compiled, why_compile = device.resolve_step(config.compile, model, device_name, steps)
+    print(f'device: {device_name} ({why_device}); dtype: {dtype} ({why_dtype}); compile: {compiled} ({why_compile})', file=sys.stderr)
+    step = device.compile_step(model, device_name, config.compile) if compiled else None
     idx, drawn, started = torch.tensor([prompt], device=device_name), 0, time.perf_counter()
 
     def draw(seed, rows=1):

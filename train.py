@@ -191,8 +191,6 @@ def main(argv=None):
         raise ValueError(f'another process has just trained in {config.out_dir}: look what it holds and start again')
     parallel.join(f'{config} {data.digest} {resumed} {started}')
     caught = catch_signals()
-    if first and not resumed:
-        runfolder.clear(config.out_dir)
 
     model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}), config.seed)
     if started:
@@ -203,11 +201,13 @@ def main(argv=None):
     model.checkpoint_blocks = config.checkpoint_blocks
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     update_rows = config.batch_size * config.gradient_accumulation_steps
+    if resumed and config.micro_batch == 'auto':
+        config.micro_batch = resumed.environment.get('micro_batch', 'auto')
     config.micro_batch, why_rows = device.micro_batch(config.micro_batch or config.batch_size, model, update_rows // parallel.world,
                                                       device_name, autocast, config.batch_size)
-    seconds = device.expected_seconds(model, config.max_iters * update_rows * config.block_size // parallel.world, dtype)
+    may_save = device.expected_saving(model, config.max_iters * update_rows * config.block_size // parallel.world, dtype)
     compile = resumed.environment.get('compile', 'auto') if resumed and config.compile == 'auto' else config.compile
-    loss_of, is_compiled, why_compile = device.compile_model(model, compile, config.micro_batch, device_name, autocast, seconds)
+    loss_of, is_compiled, why_compile = device.compile_model(model, compile, config.micro_batch, device_name, autocast, may_save)
     optimizers = optim.build(config, model, device_name)
     scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')
     environment = device.environment(device_name, dtype, is_compiled) | {'shard': sharded or None, 'micro_batch': config.micro_batch}
@@ -217,6 +217,8 @@ def main(argv=None):
     step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
     if resumed:
         step, origin = resume(resumed, config, data, model, optimizers, scaler, names, environment), resumed.state.get('origin')
+    if first and not resumed:
+        runfolder.clear(config.out_dir)  # not before: what was refused so far has lost nothing
     if first:
         metrics.rewind(config.out_dir, step)
         write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
@@ -242,6 +244,7 @@ def main(argv=None):
     seconds, result, stop = None, None, parallel.any_rank(caught)  # of an update, smoothed; of the last evaluation; in all processes
     waits = scaler.is_enabled() or not device.runs_ahead(device_name)  # after every update, for what it tells
     told, started = [], None  # by the updates since we asked last, and when the first of them began
+    ahead = min(max(2**19 // update_tokens, 1), 10)  # updates that may go untold: a signal does not wait for long
     gc.collect()
     gc.freeze()  # what is there by now stays: collections need not look at it
     model.train()
@@ -254,7 +257,7 @@ def main(argv=None):
             saving = last or step and step % (config.checkpoint_interval or config.eval_interval) == 0
             logging = (step - 1) % config.log_interval == 0 or last
             drawing = config.sample_interval and step and step % config.sample_interval == 0
-            if told and (waits or logging or evaluating or saving or drawing or len(told) >= 10):  # 10: a signal does not wait for long
+            if told and (waits or logging or evaluating or saving or drawing or len(told) >= ahead):
                 for n, (loss, norm, stop) in enumerate(torch.stack(told).tolist(), step - len(told)):
                     if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled() and scaler.get_scale() >= 1)):
                         bar.close()

@@ -8,11 +8,14 @@ import sys
 import numpy as np
 import torch
 
+from model import LARGE_MATRIX
 from nanope import parallel
 from nanope.files import brief
 from nanope.loss import loss_function
 
-COMPILE_PAYS = 300  # seconds of training on a CPU from which on compiling saves more than it takes
+COMPILE_TAKES = 30     # seconds on a CPU, and what it saves there of an update: where not nearly all is large float32 products, a tenth
+GAIN, GAIN_WIDE = 0.08, 0.01
+STEPS_PAY = 20_000     # sampled tokens, one after the other, from which on a compiled step saves more than it takes
 
 # Dense bf16/fp16 peak of one card, FLOP/s, from the makers' data sheets. A name that is not here gets no MFU rather than a wrong one.
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12, 'A10G': 70e12,
@@ -75,20 +78,22 @@ def resolve_dtype(dtype, device, n_embd):
 
 
 def resolve_compile(compile, device, seconds):
-    """'auto' -> (bool, reason). seconds: what the run may take without."""
+    """'auto' -> (bool, reason). seconds: what it may save on a CPU."""
     if compile != 'auto':
         return compile, 'as asked'
     if torch.device(device).type == 'cuda':
         return True, 'pays off on CUDA'
-    if torch.device(device).type == 'cpu' and seconds > COMPILE_PAYS:
-        return True, f'the run is expected to take {seconds / 60:,.0f} minutes without'
-    return False, 'compiling takes longer than it saves in a short run on this device; --compile=true forces it'
+    if torch.device(device).type == 'cpu' and seconds > COMPILE_TAKES:
+        return True, f'it may save {seconds:,.0f} s of the run and takes about {COMPILE_TAKES}'
+    return False, 'compiling takes longer than it saves in this run on this device; --compile=true forces it'
 
 
-def expected_seconds(model, tokens, dtype):
-    """About how long this CPU takes to train on so many tokens, from the operations alone: the same for every run of the same settings."""
-    rate = 1.5e11 if dtype == 'bfloat16' and cpu_has_bf16() else 3e10  # FLOP/s a core
-    return tokens * model.flops_per_token() / (rate * torch.get_num_threads())
+def expected_saving(model, tokens, dtype):
+    """About how many seconds compiling saves this CPU in training on so many tokens, from the operations alone: the same for every run of
+    the same settings."""
+    fast = dtype == 'bfloat16' and cpu_has_bf16()
+    rate, gain = 1.5e11 if fast else 3e10, GAIN if fast or model.config.n_embd < 256 else GAIN_WIDE  # FLOP/s a core
+    return gain * tokens * model.flops_per_token() / (rate * torch.get_num_threads())
 
 
 def compile_model(model, compile, rows, device, autocast, seconds):
@@ -96,7 +101,8 @@ def compile_model(model, compile, rows, device, autocast, seconds):
 
     Where it fails, 'auto' falls back with a warning and True raises ValueError. seconds: see resolve_compile()."""
     def suited(loss_of):
-        return in_context(without_cudnn, loss_of) if model.config.wpe == 'alibi' else loss_of
+        masked = model.config.wpe == 'alibi' and torch.device(device).type == 'cuda'
+        return in_context(without_cudnn, loss_of) if masked else loss_of
     wanted, reason = resolve_compile(compile, device, seconds)
     if not wanted:
         return suited(loss_function(model, False, rows, device)), False, reason
@@ -106,7 +112,7 @@ def compile_model(model, compile, rows, device, autocast, seconds):
         loss_of = suited(parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device))
         ids = torch.zeros(rows, model.config.block_size, dtype=torch.int64, device=device)
         with autocast():
-            loss = loss_of(ids, ids)
+            loss = loss_of(ids, ids.clone())  # two tensors, as in training: for one that is both there would be a graph of its own
         loss.backward()
         return loss_of, True, reason
     except torch.OutOfMemoryError:  # not the compiler's fault, and worse without it
@@ -127,22 +133,51 @@ def allow_many_graphs():
     torch._dynamo.config.recompile_limit = 64
 
 
-def compile_step(model, device):
-    """What a cached step computes, compiled, as generate() takes it. Nothing is tried here: an error comes with the second token.
+def resolve_step(compile, model, device, steps):
+    """'auto' -> (bool, reason): whether to compile a sampling step that is to be made so many times."""
+    if compile != 'auto':
+        return compile, 'as asked'
+    if steps < STEPS_PAY:
+        return False, f'pays from {STEPS_PAY:,} tokens on, one after the other'
+    first = model.transformer.h[0].mlp.c_fc.weight
+    if torch.device(device).type == 'cpu' and first.dtype == torch.float32 and first.numel() >= LARGE_MATRIX:
+        return False, 'slower than oneDNN for large float32 matrices'  # 29 against 38 tokens/s, GPT-2 124M on two cores
+    return True, f'{steps:,} tokens, one after the other, pay for it'
+
+
+def compile_step(model, device, compile=True):
+    """What a cached step computes, compiled, as generate() takes it: when it is called first. If that fails, `compile` 'auto' goes on
+    without, with a warning, and True raises ValueError.
 
     On CUDA the step is recorded as a graph and replayed. On a CPU weights in bfloat16 are frozen: laid out once as its products like them
     best, so that a later change of them has no effect. In float32 that was measured to gain nothing."""
     allow_many_graphs()
-    options = {'triton.cudagraphs': True, 'coordinate_descent_tuning': True} if torch.device(device).type == 'cuda' else {}
-    step = torch.compile(lambda *args: model.logits(model.hidden(*args)), dynamic=False, options=options)
-    if torch.device(device).type != 'cpu' or model.lm_head.weight.dtype != torch.bfloat16:
-        return step
-    import torch._inductor.config as inductor
+    kind, plain, fast = torch.device(device).type, lambda *args: model.logits(model.hidden(*args)), None
+    options = {'triton.cudagraphs': True, 'coordinate_descent_tuning': True} if kind == 'cuda' else {}
+    freezing = kind == 'cpu' and model.lm_head.weight.dtype == torch.bfloat16
 
-    def frozen(*args):
-        with inductor.patch(freezing=True):  # an option of torch.compile() comes too late for it
-            return step(*args)
-    return frozen
+    def step(*args):
+        nonlocal fast
+        try:
+            fast = fast or torch.compile(plain, dynamic=False, options=options)
+            with frozen() if freezing else contextlib.nullcontext():
+                return fast(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler's many parts may raise
+            what = f'torch.compile failed ({brief(error)})'
+            if compile is True:
+                raise ValueError(f'{what}; --compile=false samples without it') from error
+            print(f'warning: {what}; sampling goes on without it, more slowly', file=sys.stderr)
+            fast = plain
+            return fast(*args)  # the cache is written anew where it was
+    return step
+
+
+def frozen():
+    """A context in which torch.compile takes weights for constants: an option of its own comes too late for that."""
+    import torch._inductor.config as inductor
+    return inductor.patch(freezing=True)
 
 
 def without_cudnn():
@@ -163,7 +198,7 @@ def in_context(context, function):
 def micro_batch(wanted, model, rows, device, autocast, otherwise=None):
     """'auto' -> (rows to pass through the model at once, a divisor of rows; reason). otherwise: rows on a device that is no GPU."""
     if wanted != 'auto':
-        return wanted, 'as asked'
+        return (wanted, 'as asked') if wanted <= rows else (rows, f'an update has no more, so not {wanted}')
     if torch.device(device).type != 'cuda':
         return otherwise or rows, 'batch_size: only a GPU tells how many fit'
     most = parallel.gather(np.array([rows_that_fit(model, device, autocast)])).min()  # the same for all processes

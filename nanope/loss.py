@@ -20,7 +20,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, vocab_size, dtype):
         """x (N, C), weight (>= V, C), targets int64 (N,), those of -1 left out; dtype of the products. Returns a float32 scalar."""
         w = weight.to(dtype)
-        dx, dw = torch.empty_like(x), torch.zeros_like(weight)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # it may be frozen
         count, total = (targets >= 0).sum(), torch.zeros((), device=x.device)
         for h, target, d in zip(x.split(CHUNK), targets.split(CHUNK), dx.split(CHUNK)):
             h, counts, at = h.to(dtype), target >= 0, target.clamp(min=0)[:, None]
@@ -31,9 +31,9 @@ class HeadLoss(torch.autograd.Function):
             p.sub_(norm).exp_().scatter_add_(1, at, torch.full_like(norm, -1.0)).mul_((counts / count)[:, None])
             p = p.to(dtype)
             d.copy_(p @ w)
-            if dtype == dw.dtype:
+            if dw is not None and dtype == dw.dtype:
                 dw.addmm_(p.T, h)
-            else:
+            elif dw is not None:
                 dw += p.T @ h
         ctx.save_for_backward(dx, dw)
         return total / count
@@ -41,7 +41,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         dx, dw = ctx.saved_tensors
-        return dx.mul_(gradient), dw.mul_(gradient), None, None, None  # in place: a second backward() is refused by autograd
+        for d in filter(torch.is_tensor, (dx, dw)):
+            d.mul_(gradient)                                      # in place: autograd refuses a second backward()
+        return dx, dw, None, None, None
 
 
 def in_pieces(model, rows, device):

@@ -57,11 +57,12 @@ def newton_schulz(x, coefficients, steps, eps):
     a, b, c = coefficients
     wide = x if x.size(0) <= x.size(1) else x.T
     wide = wide / wide.norm().clamp(min=eps)
-    square, product = wide @ wide.T, torch.eye(len(wide), dtype=x.dtype, device=x.device)
-    for _ in range(steps):
+    square = wide @ wide.T
+    for step in range(steps):
+        square = p @ square @ p if step else square
         p = b * square + c * square @ square
         p.diagonal().add_(a)
-        square, product = p @ square @ p, p @ product
+        product = p @ product if step else p
     wide = product @ wide
     return wide if x.size(0) <= x.size(1) else wide.T
 

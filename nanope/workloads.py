@@ -90,8 +90,12 @@ def load_peer(folder):
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a file of others may raise
         raise ValueError(f'--peer={folder}: its model.py cannot be imported ({brief(error)})') from None
-    if not hasattr(module, 'GPT') or not hasattr(module.GPT, 'configure_optimizers'):
-        raise ValueError(f'{path} is not the model.py of nanoGPT')
+    try:
+        with contextlib.redirect_stdout(None):
+            config = module.GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8, dropout=0.0, bias=False)
+            module.GPT(config).configure_optimizers(0.1, 1e-4, (0.9, 0.95), 'cpu')
+    except Exception as error:
+        raise ValueError(f'{path} is not the model.py of nanoGPT ({brief(error)})') from None
     return module
 
 
@@ -103,11 +107,16 @@ def peer_model(peer, shape, device_name, block_size=None):
                                        dropout=0.0, bias=False)).to(device_name)
 
 
+def peer_dtype(device_name):
+    """What nanoGPT's train.py and sample.py take by themselves."""
+    return 'bfloat16' if torch.device(device_name).type == 'cuda' else 'float32'
+
+
 def peer_step(peer, shape, rows, device_name, block_size=None):
     """One update as nanoGPT's train.py does it: on a CPU in float32 without compiling, on CUDA in bfloat16, compiled."""
     cuda = torch.device(device_name).type == 'cuda'
     model = peer_model(peer, shape, device_name, block_size).train()
-    autocast = device.autocast(device_name, 'bfloat16' if cuda else 'float32')
+    autocast = device.autocast(device_name, peer_dtype(device_name))
     with contextlib.redirect_stdout(None):
         optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), torch.device(device_name).type)
     loss_of = torch.compile(model) if cuda else model
@@ -125,7 +134,7 @@ def peer_step(peer, shape, rows, device_name, block_size=None):
 def peer_sampling(peer, shape, prompt, new_tokens):
     """Continue prompt (B, T) as nanoGPT's sample.py does: on a CPU in float32, on CUDA in bfloat16."""
     model = peer_model(peer, shape, prompt.device).eval()
-    autocast = device.autocast(prompt.device, 'bfloat16' if prompt.is_cuda else 'float32')
+    autocast = device.autocast(prompt.device, peer_dtype(prompt.device))
 
     def sample():
         with autocast():
@@ -153,6 +162,9 @@ def peak_memory(peer, shape, wpe, rows, block_size, dtype, compile, device_name,
     work()
     if cuda:
         torch.cuda.reset_peak_memory_stats()                      # of what compiling took
+    else:
+        with contextlib.suppress(OSError), open('/proc/self/clear_refs', 'w', encoding='utf-8') as file:
+            file.write('5')                                       # the same on Linux
     work()  # it has the optimizer's state from the start
     if cuda:
         return results.put(torch.cuda.max_memory_allocated())

@@ -85,6 +85,7 @@ def test_the_script(tmp_path, peer):
     (['--deadline=0'], 'deadline=0.0 must be above 0'), (['--wpe=rope,rope'], 'names rope twice'),
     (['--parts=train,train'], 'names train twice'), (['--new_tokens=1009'], 'new_tokens=1009 must be at most 1008'),
     (['--json=.'], '--json=. cannot be written'),
+    (['--peer='], 'peer is empty: name a folder'), (['--json='], 'json is empty: name a file'),
     (['--peer=nowhere'], '--peer=nowhere: there is no model.py'), (['--json=nowhere/b.json'], 'nowhere/b.json'),
     (['tiny'], 'tiny is no --key=value')])
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, message):
@@ -95,9 +96,11 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, message):
 
 
 def test_a_folder_that_is_no_nanogpt(tmp_path):
-    (tmp_path / 'model.py').write_text('GPT = 1\n')
-    with pytest.raises(ValueError, match='is not the model.py of nanoGPT'):
-        workloads.load_peer(str(tmp_path))
+    for text in ('GPT = 1\n', PEER.replace('    bias: bool\n', ''), PEER.replace('class GPTConfig', 'class Config'),
+                 PEER.replace('configure_optimizers', 'configure')):
+        (tmp_path / 'model.py').write_text(text)
+        with pytest.raises(ValueError, match='is not the model.py of nanoGPT'):
+            workloads.load_peer(str(tmp_path))
     for text in ('import nowhere_at_all', 'def (', '1 / 0'):
         (tmp_path / 'model.py').write_text(text)
         with pytest.raises(ValueError, match='its model.py cannot be imported'):
@@ -201,6 +204,36 @@ def test_longer_rows_are_compiled_where_asked_and_keep_the_deadline(monkeypatch)
     one = bench.Bench(bench.BenchConfig(wpe='rope', compile=True, seconds=0.001, deadline=1e-9))
     one.context()
     assert calls == [(True, 32, 128)] and one.rows[0]['mode'] == 'context'
+
+
+def test_the_machine_comes_first_and_a_full_memory_is_no_end(monkeypatch, capsys):
+    """Whatever the order asked for; and what does not fit leaves the parts after it."""
+    called = []
+
+    def part(name):
+        def measure_it(self):
+            called.append(name)
+            if name == 'train':
+                raise torch.OutOfMemoryError('CUDA out of memory')
+        return measure_it
+    for name in bench.PARTS:
+        monkeypatch.setattr(bench.Bench, name, part(name))
+    bench.main(['--parts=memory,train,machine'])
+    assert called == ['machine', 'train', 'memory'] and 'train: not measured to its end' in capsys.readouterr().out
+
+
+def test_the_best_of_the_series():
+    """Of calls too short to time they are many, and the time is of one."""
+    calls = []
+    took = measure.fastest(lambda: calls.append(time.sleep(0.001)), 'cpu', 0.05)
+    assert 0.001 <= took < 0.003 and len(calls) > 5
+
+
+@pytest.mark.parametrize('compile', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_peak_memory_of_two_updates(monkeypatch, compile):
+    """More for a wider model; the compiler's own memory, gone by then, does not count."""
+    peaks = [measure.peak_memory(None, shape, 'rope', 2, 64, 'float32', compile, 'cpu') for shape in ('tiny', 'baby')]
+    assert 150e6 < peaks[0] < 900e6 and peaks[1] - peaks[0] > 8 * 10e6
 
 
 def test_as_shipped(monkeypatch, capsys):

@@ -81,6 +81,7 @@ def test_pieces_multiply_whole_tables(monkeypatch):
 def test_rows_at_once_without_a_gpu():
     """auto is batch_size there: all rows of an update at once, 512 of GPT-2's, would fill any memory."""
     assert device.micro_batch('auto', None, 512, 'cpu', None, 32)[0] == 32 and device.micro_batch(7, None, 512, 'cpu', None, 32)[0] == 7
+    assert device.micro_batch(1000, None, 512, 'cpu', None, 32) == (512, 'an update has no more, so not 1000')
 
 
 @pytest.mark.parametrize('card, fit', [(30, 1), (40, 1), (50, 2), (95, 6), (200, 16)])
@@ -115,12 +116,10 @@ def test_a_card_without_room_for_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize('wpe', ['learned', 'rope', 'alibi'])
-@pytest.mark.parametrize('compiled', [False, True])
-def test_masks_keep_cudnn_away(monkeypatch, wpe, compiled):
+def test_masks_keep_cudnn_away(wpe):
     """In training too, for ALiBi, whose mask it gives nan gradients; all others leave it on, since it is fastest."""
-    monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
     model, seen = build(wpe), []
-    loss_of, *_ = device.compile_model(model, compiled, 2, 'cpu', contextlib.nullcontext, 0)
+    loss_of, *_ = device.compile_model(model, False, 2, 'cuda', contextlib.nullcontext, 0)
     model.transformer.h[0].register_forward_pre_hook(lambda *args: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
     loss_of(tokens(2, 8), tokens(2, 8)).backward()
     assert seen == [wpe != 'alibi'] and torch.backends.cuda.cudnn_sdp_enabled()
@@ -321,9 +320,54 @@ def test_muon_in_float32_is_torchs(rows, columns):
 def test_when_compiling_pays(monkeypatch):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
     model = build('learned')
-    seconds = device.expected_seconds(model, 10 ** 6, 'float32')
-    assert seconds == pytest.approx(10 ** 6 * model.flops_per_token() / 6e10) and math.isclose(
-        device.expected_seconds(model, 2 * 10 ** 6, 'float32'), 2 * seconds)
-    assert device.resolve_compile('auto', 'cpu', 299)[0] is False and device.resolve_compile('auto', 'cuda', 1)[0] is True
-    assert device.resolve_compile('auto', 'cpu', 3000) == (True, 'the run is expected to take 50 minutes without')
+    seconds = device.expected_saving(model, 10 ** 6, 'float32')
+    assert seconds == pytest.approx(0.08 * 10 ** 6 * model.flops_per_token() / 6e10) and math.isclose(
+        device.expected_saving(model, 2 * 10 ** 6, 'float32'), 2 * seconds)
+    wide = build('learned', n_embd=256)                           # nearly all of its time is large products
+    assert device.expected_saving(wide, 10 ** 6, 'float32') == pytest.approx(0.01 * 10 ** 6 * wide.flops_per_token() / 6e10)
+    assert device.resolve_compile('auto', 'cpu', 29)[0] is False and device.resolve_compile('auto', 'cuda', 1)[0] is True
+    assert device.resolve_compile('auto', 'cpu', 3000) == (True, 'it may save 3,000 s of the run and takes about 30')
     assert device.resolve_compile(False, 'cuda', 3000) == (False, 'as asked')
+
+
+def test_when_compiling_a_step_pays():
+    small, large = build('rope'), build('rope', n_layer=1, n_embd=512)
+    assert device.resolve_step('auto', small, 'cpu', 19_999)[0] is False and device.resolve_step('auto', small, 'cpu', 20_000)[0] is True
+    assert device.resolve_step('auto', large, 'cpu', 10**6) == (False, 'slower than oneDNN for large float32 matrices')
+    assert device.resolve_step('auto', large, 'cuda', 10**6)[0] is device.resolve_step('auto', large.bfloat16(), 'cpu', 10**6)[0] is True
+    assert device.resolve_step(True, large, 'cpu', 1) == (True, 'as asked')
+
+
+@pytest.mark.parametrize('when', ['at once', 'when called'])
+def test_a_step_that_cannot_be_compiled(monkeypatch, capsys, when):
+    """auto: one warning, then the text of eager mode; asked for, ValueError."""
+    def fail(*args, **kwargs):
+        raise RuntimeError('no compiler\nand more')
+    monkeypatch.setattr(torch, 'compile', lambda function, **_: fail if when == 'when called' else fail())
+    model, idx = build('rope'), tokens(2, 5)
+    assert torch.equal(greedy(model, idx, 12, step=device.compile_step(model, 'cpu', 'auto')), greedy(model, idx, 12))
+    assert capsys.readouterr().err.count('warning: torch.compile failed (RuntimeError: no compiler') == 1
+    with pytest.raises(ValueError, match='torch.compile failed .*--compile=false samples without it'):
+        greedy(model, idx, 12, step=device.compile_step(model, 'cpu', True))
+
+
+def test_the_graph_that_was_tried_is_the_one_that_trains(monkeypatch):
+    """The trial's batch has no property that a real one lacks: no second compilation at the first update."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
+    for wpe in ('learned', 'alibi'):
+        loss_of, *_ = device.compile_model(build(wpe).train(), True, 2, 'cpu', contextlib.nullcontext, 0)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            loss_of(tokens(2, 32), tokens(2, 32, 3)).backward()
+
+
+def test_pieces_leave_a_frozen_table_alone():
+    model = build('learned').requires_grad_(False)
+    model.transformer.wpe.requires_grad_(True)
+    whole = gradients_of_wpe(model, model(tokens(2, 32), tokens(2, 32)))
+    close(gradients_of_wpe(model, loss.head_loss(model, model.hidden, tokens(2, 32), tokens(2, 32))), whole)
+    assert model.lm_head.weight.grad is None
+
+
+def gradients_of_wpe(model, value):
+    return torch.autograd.grad(value, model.transformer.wpe.weight)[0]

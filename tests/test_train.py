@@ -917,6 +917,36 @@ def test_compiler_that_fails(place, straight, monkeypatch, error, when):
     assert done.code == 2 and f'error: torch.compile failed ({type(error).__name__}: ' in done.text and 'Traceback' not in done.text
 
 
+def test_a_start_that_is_refused_deletes_nothing(place, monkeypatch):
+    """--overwrite deletes the earlier run when the new one can begin, not before."""
+    assert train(place).code == 0
+    monkeypatch.setattr(torch, 'compile', lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError('no compiler')))
+    assert train(place, overwrite='true', compile='true', max_iters=2).code == 2
+    assert checkpoint.steps(place / 'out/a') and (place / 'out/a/metrics.jsonl').exists()
+
+
+def test_large_updates_are_not_queued(place, monkeypatch):
+    """Ten of half a million tokens may take minutes; after each one a signal is heard."""
+    monkeypatch.setattr(device, 'runs_ahead', lambda name: True)
+    made = at_update(monkeypatch, 3, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+    done = train(place, max_iters=100, log_interval=1000, eval_interval=1000, batch_size=64, block_size=64, micro_batch=8,
+                 gradient_accumulation_steps=32)
+    assert done.code == 75 and made[-1] < 8 and checkpoint.steps(place / 'out/a') == [made[-1] + 1]
+
+
+def test_micro_batch_of_a_resumed_run(place, monkeypatch):
+    """What auto found once stays: another card or less free memory would change the bits."""
+    wanted, original = [], device.micro_batch
+
+    def found(number):
+        return lambda asked, *rest: wanted.append(asked) or ((number, 'fits') if asked == 'auto' else original(asked, *rest))
+    monkeypatch.setattr(device, 'micro_batch', found(2))
+    assert train(place, micro_batch='auto', batch_size=4, max_iters=2, lr_decay_iters=4).code == 0
+    monkeypatch.setattr(device, 'micro_batch', found(1))
+    assert train(place, micro_batch='auto', batch_size=4, max_iters=4, lr_decay_iters=4, init_from='resume').code == 0
+    assert wanted == ['auto', 2]
+
+
 @pytest.mark.slow
 def test_compiled_trains_alike(place):
     """torch.compile for real: the eager losses to rounding, dropout off; its checkpoint resumes without it, with a warning."""
