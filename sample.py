@@ -33,7 +33,7 @@ class SampleConfig:
     seed: int = 1337                    # of the first sample; the next ones count up from it
     device: str = 'auto'                # auto, cpu, cuda, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of weights and cache; auto = bfloat16 where the device has it
-    compile: bool | Literal['auto'] = 'auto'  # compile the one-token step; auto = from 20,000 tokens on
+    compile: bool | Literal['auto'] = 'auto'  # compile the one-token step; auto = from 20,000 of them on
 
     def problems(self):
         found = []
