@@ -118,14 +118,19 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     except torch.OutOfMemoryError:  # not the compiler's fault, and worse without it
         raise
     except Exception as error:  # whatever the compiler's many parts may raise
-        what = f'torch.compile failed ({brief(error)})'
-        if compile is True:
-            raise ValueError(f'{what}; --compile=false trains without it') from error
-        print(f'warning: {what}; training goes on without it, more slowly', file=sys.stderr)
+        tell_failure(error, compile)
         parallel.compile_blocks(model, undo=True)
         return suited(loss_function(model, False, rows, device)), False, 'it failed, see the warning'
     finally:
         model.zero_grad(set_to_none=True)
+
+
+def tell_failure(error, compile):
+    """Of the compiler: a warning, or ValueError where it was asked for."""
+    what = f'torch.compile failed ({brief(error)})'
+    if compile is True:
+        raise ValueError(f'{what}; --compile=false goes without it') from error
+    print(f'warning: {what}; we go on without it, more slowly', file=sys.stderr)
 
 
 def allow_many_graphs():
@@ -164,11 +169,8 @@ def compile_step(model, device, compile=True):
                 return fast(*args)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever the compiler's many parts may raise
-            what = f'torch.compile failed ({brief(error)})'
-            if compile is True:
-                raise ValueError(f'{what}; --compile=false samples without it') from error
-            print(f'warning: {what}; sampling goes on without it, more slowly', file=sys.stderr)
+        except Exception as error:
+            tell_failure(error, compile)
             fast = plain
             return fast(*args)  # the cache is written anew where it was
     return step

@@ -347,7 +347,7 @@ def test_a_step_that_cannot_be_compiled(monkeypatch, capsys, when):
     model, idx = build('rope'), tokens(2, 5)
     assert torch.equal(greedy(model, idx, 12, step=device.compile_step(model, 'cpu', 'auto')), greedy(model, idx, 12))
     assert capsys.readouterr().err.count('warning: torch.compile failed (RuntimeError: no compiler') == 1
-    with pytest.raises(ValueError, match='torch.compile failed .*--compile=false samples without it'):
+    with pytest.raises(ValueError, match='torch.compile failed .*--compile=false goes without it'):
         greedy(model, idx, 12, step=device.compile_step(model, 'cpu', True))
 
 
