@@ -13,9 +13,9 @@ from nanope import parallel
 from nanope.files import brief
 from nanope.loss import loss_function
 
-COMPILE_TAKES = 30     # seconds on a CPU, and what it saves there of an update: where not nearly all is large float32 products, a tenth
-GAIN, GAIN_WIDE = 0.08, 0.01
-STEPS_PAY = 20_000     # sampled tokens, one after the other, from which on a compiled step saves more than it takes
+COMPILE_TAKES = 30            # seconds on a CPU
+GAIN, GAIN_WIDE = 0.08, 0.01  # what it saves there of an update, and where nearly all of that is large float32 products; docs/performance.md
+STEPS_PAY = 20_000            # sampled tokens, one after the other, from which on a compiled step saves more than it takes
 
 # Dense bf16/fp16 peak of one card, FLOP/s, from the makers' data sheets. A name that is not here gets no MFU rather than a wrong one.
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12, 'A10G': 70e12,
