@@ -11,7 +11,7 @@ from typing import Literal
 import nanope  # noqa: F401 (before torch)
 import torch
 
-from nanope import checkpoint, device
+from nanope import checkpoint, compiling, device
 from nanope.configurator import configure, idle, run
 from nanope.tokenizer import default_prompt
 
@@ -113,9 +113,9 @@ def main(argv=None):
     print(f'{config.out_dir}, step {found.step}, {model.parameter_report()}', file=sys.stderr)
 
     steps = -(-config.num_samples // config.batch_size) * config.max_new_tokens
-    compiled, why_compile = device.resolve_step(config.compile, model, device_name, steps)
+    compiled, why_compile = compiling.resolve_step(config.compile, model, device_name, steps)
     print(f'device: {device_name} ({why_device}); dtype: {dtype} ({why_dtype}); compile: {compiled} ({why_compile})', file=sys.stderr)
-    step = device.compile_step(model, device_name, config.compile) if compiled else None
+    step = compiling.compile_step(model, device_name, config.compile) if compiled else None
     idx, drawn, started = torch.tensor([prompt], device=device_name), 0, time.perf_counter()
 
     def draw(seed, rows=1):

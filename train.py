@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, lr_range, metrics, monitor, optim, parallel, plots, runfolder
+from nanope import checkpoint, compiling, device, lr_range, metrics, monitor, optim, parallel, plots, runfolder
 from nanope.configurator import catch_signals, configure, run
 from nanope.evaluate import evaluate
 from nanope.files import guard, lock_folder, write_json
@@ -205,9 +205,9 @@ def main(argv=None):
         config.micro_batch = resumed.environment.get('micro_batch', 'auto')
     config.micro_batch, why_rows = device.micro_batch(config.micro_batch or config.batch_size, model, update_rows // parallel.world,
                                                       device_name, autocast, config.batch_size)
-    may_save = device.expected_saving(model, config.max_iters * update_rows * config.block_size // parallel.world, dtype)
+    may_save = compiling.expected_saving(model, config.max_iters * update_rows * config.block_size // parallel.world, dtype)
     compile = resumed.environment.get('compile', 'auto') if resumed and config.compile == 'auto' else config.compile
-    loss_of, is_compiled, why_compile = device.compile_model(model, compile, config.micro_batch, device_name, autocast, may_save)
+    loss_of, is_compiled, why_compile = compiling.compile_model(model, compile, config.micro_batch, device_name, autocast, may_save)
     optimizers = optim.build(config, model, device_name)
     scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')
     environment = device.environment(device_name, dtype, is_compiled) | {'shard': sharded or None, 'micro_batch': config.micro_batch}
@@ -217,9 +217,9 @@ def main(argv=None):
     step, origin = 0, {'run': config.init_from, 'step': started.step} if started else None
     if resumed:
         step, origin = resume(resumed, config, data, model, optimizers, scaler, names, environment), resumed.state.get('origin')
-    if first and not resumed:
-        runfolder.clear(config.out_dir)  # not before: what was refused so far has lost nothing
     if first:
+        if not resumed:
+            runfolder.clear(config.out_dir)  # not before: what was refused so far has lost nothing
         metrics.rewind(config.out_dir, step)
         write_json(os.path.join(config.out_dir, 'config.json'), asdict(config))
     if config.lr_range:

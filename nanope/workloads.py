@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from model import GPT, GPTConfig
-from nanope import device, optim
+from nanope import compiling, device, optim
 from nanope.files import brief
 
 # name: (n_layer, n_head, n_embd, block_size, vocab_size, rows)
@@ -46,7 +46,7 @@ def our_step(shape, wpe, rows, device_name, dtype, compile, block_size=None, opt
     """A function that does one update as train.py does it, but for reading the batch."""
     model = build(shape, wpe, block_size).to(device_name).train()
     autocast = device.autocast(device_name, dtype)
-    loss_of, *_ = device.compile_model(model, compile, rows, device_name, autocast, 0)
+    loss_of, *_ = compiling.compile_model(model, compile, rows, device_name, autocast, 0)
     optimizers = optim.build(SimpleNamespace(optimizer=optimizer, weight_decay=0.1, beta1=0.9, beta2=0.95, learning_rate=1e-4, muon_lr=1e-3,
                                              muon_momentum=0.95, muon_weight_decay=0.01), model, device_name)
 
@@ -65,7 +65,7 @@ def our_step(shape, wpe, rows, device_name, dtype, compile, block_size=None, opt
 def our_sampling(shape, wpe, prompt, new_tokens, dtype, compiled):
     """(function that continues prompt (B, T) as sample.py does, bytes that a token's step reads of weights and cache on average)."""
     model = build(shape, wpe).to(prompt.device, getattr(torch, dtype)).eval()
-    step = device.compile_step(model, prompt.device) if compiled else None
+    step = compiling.compile_step(model, prompt.device) if compiled else None
     config, width = model.config, model.lm_head.weight.element_size()
     cached = prompt.size(0) * 2 * config.n_layer * config.n_embd * (prompt.size(1) + new_tokens / 2)
 

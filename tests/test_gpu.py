@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig, KVCache, rope_frequencies, rope_table
-from nanope import checkpoint, device, loss, optim, parallel
+from nanope import checkpoint, compiling, device, loss, optim, parallel
 from nanope.loader import Data
 from runs import losses, torchrun, train, weights
 
@@ -114,7 +114,7 @@ def test_deterministic_mode_repeats_its_bits(compiled):
         results = []
         for _ in range(2):
             model = build('rope').train()
-            loss_of, *_ = device.compile_model(model, compiled, 4, 'cuda', device.autocast('cuda', 'bfloat16'), 0)
+            loss_of, *_ = compiling.compile_model(model, compiled, 4, 'cuda', device.autocast('cuda', 'bfloat16'), 0)
             optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), fused=True)
             for step in range(20):
                 with device.autocast('cuda', 'bfloat16')():
@@ -153,7 +153,7 @@ def test_cache_equals_no_cache(wpe, batch):
     """Prefill and steps, eager and recorded as a CUDA graph, to the last slot; and again after a longer text."""
     torch._dynamo.reset()
     model = build(wpe, block_size=512)                            # past 256 slots another graph looks at more of them
-    step = device.compile_step(model, 'cuda')
+    step = compiling.compile_step(model, 'cuda')
     for prompt, new in ((20, 492), (5, 60)):
         idx = ids(batch, prompt)
         with device.without_cudnn():
@@ -190,7 +190,7 @@ def test_out_of_range_is_refused_before_a_launch():
 def test_alibi_has_gradients(T):
     """Where T % 128 == 64 and a row of the mask is far below 0, those of cuDNN's attention are nan."""
     model = build('alibi', block_size=T).train()
-    loss_of, *_ = device.compile_model(model, False, 4, 'cuda', device.autocast('cuda', 'bfloat16'), 0)
+    loss_of, *_ = compiling.compile_model(model, False, 4, 'cuda', device.autocast('cuda', 'bfloat16'), 0)
     for block in model.transformer.h:
         block.attn.c_attn.weight.data *= 30
     with device.autocast('cuda', 'bfloat16')():
@@ -206,7 +206,7 @@ def test_updates_do_not_wait(place, compiled, optimizer):
     data, autocast = Data(str(place / 'data/tiny')), device.autocast('cuda', 'bfloat16')
     config = script.TrainConfig(batch_size=4, micro_batch=2, block_size=64, device='cuda', optimizer=optimizer)
     model = build('rope', block_size=64, vocab_size=data.vocab_size).train()
-    loss_of, *_ = device.compile_model(model, compiled, 2, 'cuda', autocast, 0)
+    loss_of, *_ = compiling.compile_model(model, compiled, 2, 'cuda', autocast, 0)
     optimizers, scaler = optim.build(config, model, 'cuda'), torch.amp.GradScaler('cuda', enabled=False)
 
     def update(step):

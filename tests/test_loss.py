@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import train
 from model import GPT, GPTConfig, KVCache, short_attention
-from nanope import device, loss, optim
+from nanope import compiling, device, loss, optim
 from nanope.loader import Data
 from small import SCHEMES, build, close, tokens
 
@@ -119,7 +119,7 @@ def test_a_card_without_room_for_a_row(monkeypatch):
 def test_masks_keep_cudnn_away(wpe):
     """In training too, for ALiBi, whose mask it gives nan gradients; all others leave it on, since it is fastest."""
     model, seen = build(wpe), []
-    loss_of, *_ = device.compile_model(model, False, 2, 'cuda', contextlib.nullcontext, 0)
+    loss_of, *_ = compiling.compile_model(model, False, 2, 'cuda', contextlib.nullcontext, 0)
     model.transformer.h[0].register_forward_pre_hook(lambda *args: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
     loss_of(tokens(2, 8), tokens(2, 8)).backward()
     assert seen == [wpe != 'alibi'] and torch.backends.cuda.cudnn_sdp_enabled()
@@ -211,7 +211,7 @@ def test_compiled_steps(wpe):
     """torch.compile for real: the greedy text is that of eager mode, with one graph for each number of slots looked at."""
     torch._dynamo.reset()
     model = build(wpe, block_size=160, n_layer=2)
-    compiled = device.compile_step(model, 'cpu')
+    compiled = compiling.compile_step(model, 'cpu')
     assert torch.equal(greedy(model, tokens(1, 20), 150, step=compiled), greedy(model, tokens(1, 20), 150))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(greedy(model, tokens(1, 5, 9), 140, step=compiled), greedy(model, tokens(1, 5, 9), 140))
@@ -228,7 +228,7 @@ def test_frozen_steps(monkeypatch, dtype):
     monkeypatch.setattr(freezing, 'freeze', lambda *args, **kwargs: frozen.append(1) or freeze(*args, **kwargs))
     model, idx = build('rope', n_layer=2).to(dtype), tokens(1, 8)
     exact = deepcopy(model).double()(idx)[:, 5:]
-    compiled, errors = device.compile_step(model, 'cpu'), []
+    compiled, errors = compiling.compile_step(model, 'cpu'), []
     for step in (None, compiled):
         cache = KVCache(2, 32, fixed=32)
         model(idx[:, :5], cache=cache)
@@ -290,7 +290,7 @@ def test_many_models_compile_in_one_process(monkeypatch):
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
     for T in range(16, 26):
         model = build('learned', block_size=T, n_layer=1)
-        assert device.compile_model(model, True, 2, 'cpu', device.autocast('cpu', 'float32'), 0)[1]
+        assert compiling.compile_model(model, True, 2, 'cpu', device.autocast('cpu', 'float32'), 0)[1]
 
 
 @pytest.mark.parametrize('rows, columns', [(16, 16), (48, 16), (16, 64)])
@@ -320,22 +320,23 @@ def test_muon_in_float32_is_torchs(rows, columns):
 def test_when_compiling_pays(monkeypatch):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
     model = build('learned')
-    seconds = device.expected_saving(model, 10 ** 6, 'float32')
+    seconds = compiling.expected_saving(model, 10 ** 6, 'float32')
     assert seconds == pytest.approx(0.08 * 10 ** 6 * model.flops_per_token() / 6e10) and math.isclose(
-        device.expected_saving(model, 2 * 10 ** 6, 'float32'), 2 * seconds)
+        compiling.expected_saving(model, 2 * 10 ** 6, 'float32'), 2 * seconds)
     wide = build('learned', n_embd=256)                           # nearly all of its time is large products
-    assert device.expected_saving(wide, 10 ** 6, 'float32') == pytest.approx(0.01 * 10 ** 6 * wide.flops_per_token() / 6e10)
-    assert device.resolve_compile('auto', 'cpu', 29)[0] is False and device.resolve_compile('auto', 'cuda', 1)[0] is True
-    assert device.resolve_compile('auto', 'cpu', 3000) == (True, 'it may save 3,000 s of the run and takes about 30')
-    assert device.resolve_compile(False, 'cuda', 3000) == (False, 'as asked')
+    assert compiling.expected_saving(wide, 10 ** 6, 'float32') == pytest.approx(0.01 * 10 ** 6 * wide.flops_per_token() / 6e10)
+    assert compiling.resolve_compile('auto', 'cpu', 29)[0] is False and compiling.resolve_compile('auto', 'cuda', 1)[0] is True
+    assert compiling.resolve_compile('auto', 'cpu', 3000) == (True, 'it may save 3,000 s of the run and takes about 30')
+    assert compiling.resolve_compile(False, 'cuda', 3000) == (False, 'as asked')
 
 
 def test_when_compiling_a_step_pays():
     small, large = build('rope'), build('rope', n_layer=1, n_embd=512)
-    assert device.resolve_step('auto', small, 'cpu', 19_999)[0] is False and device.resolve_step('auto', small, 'cpu', 20_000)[0] is True
-    assert device.resolve_step('auto', large, 'cpu', 10**6) == (False, 'slower than oneDNN for large float32 matrices')
-    assert device.resolve_step('auto', large, 'cuda', 10**6)[0] is device.resolve_step('auto', large.bfloat16(), 'cpu', 10**6)[0] is True
-    assert device.resolve_step(True, large, 'cpu', 1) == (True, 'as asked')
+    resolve = compiling.resolve_step
+    assert resolve('auto', small, 'cpu', 19_999)[0] is False and resolve('auto', small, 'cpu', 20_000)[0] is True
+    assert resolve('auto', large, 'cpu', 10**6) == (False, 'slower than oneDNN for large float32 matrices')
+    assert resolve('auto', large, 'cuda', 10**6)[0] is resolve('auto', large.bfloat16(), 'cpu', 10**6)[0] is True
+    assert resolve(True, large, 'cpu', 1) == (True, 'as asked')
 
 
 @pytest.mark.parametrize('when', ['at once', 'when called'])
@@ -345,10 +346,10 @@ def test_a_step_that_cannot_be_compiled(monkeypatch, capsys, when):
         raise RuntimeError('no compiler\nand more')
     monkeypatch.setattr(torch, 'compile', lambda function, **_: fail if when == 'when called' else fail())
     model, idx = build('rope'), tokens(2, 5)
-    assert torch.equal(greedy(model, idx, 12, step=device.compile_step(model, 'cpu', 'auto')), greedy(model, idx, 12))
+    assert torch.equal(greedy(model, idx, 12, step=compiling.compile_step(model, 'cpu', 'auto')), greedy(model, idx, 12))
     assert capsys.readouterr().err.count('warning: torch.compile failed (RuntimeError: no compiler') == 1
     with pytest.raises(ValueError, match='torch.compile failed .*--compile=false goes without it'):
-        greedy(model, idx, 12, step=device.compile_step(model, 'cpu', True))
+        greedy(model, idx, 12, step=compiling.compile_step(model, 'cpu', True))
 
 
 def test_the_graph_that_was_tried_is_the_one_that_trains(monkeypatch):
@@ -356,7 +357,7 @@ def test_the_graph_that_was_tried_is_the_one_that_trains(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
     for wpe in ('learned', 'alibi'):
-        loss_of, *_ = device.compile_model(build(wpe).train(), True, 2, 'cpu', contextlib.nullcontext, 0)
+        loss_of, *_ = compiling.compile_model(build(wpe).train(), True, 2, 'cpu', contextlib.nullcontext, 0)
         with torch._dynamo.config.patch(error_on_recompile=True):
             loss_of(tokens(2, 32), tokens(2, 32, 3)).backward()
 

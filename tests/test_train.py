@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train as script
 from model import GPT, GPTConfig
-from nanope import checkpoint, device, loader, metrics, optim, plots
+from nanope import checkpoint, compiling, device, loader, metrics, optim, plots
 from runs import flags, fork_train, losses, start, train, wait, weights
 
 SCHEMES = ('learned', 'sinusoidal', 'rope', 'none', 'alibi')
@@ -909,7 +909,7 @@ def test_compiler_that_fails(place, straight, monkeypatch, error, when):
     def fail(*args, **kwargs):
         raise error
     monkeypatch.setattr(torch, 'compile', lambda model, **_: fail if when == 'when called' else fail())
-    monkeypatch.setattr(device, 'resolve_compile', lambda *args: (True, 'so that auto tries'))
+    monkeypatch.setattr(compiling, 'resolve_compile', lambda *args: (True, 'so that auto tries'))
     done = train(place)
     assert done.code == 0 and done.text.count('warning: torch.compile failed') == 1 and 'compile: False' in done.text
     assert losses(place) == losses(straight())
