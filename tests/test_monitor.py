@@ -102,9 +102,10 @@ def test_samples_change_nothing(place, wpe):
 @pytest.mark.slow
 def test_samples_of_a_compiled_run(place):
     """They are drawn from the model itself: nothing is compiled again for their lengths."""
+    torch._dynamo.utils.counters.clear()                          # other tests of this process have theirs there
     done = train(place, compile='true', sample_interval=2, sample_tokens=20)
     assert done.code == 0 and 'recompile' not in done.text and len(records(place, 'sample')) == 3
-    assert torch._dynamo.utils.counters['frames'].get('total', 0) <= 4  # training, and evaluation with other shapes
+    assert torch._dynamo.utils.counters['frames'].get('total', 0) <= 3  # training, and evaluation with other shapes
 
 
 # ---- learning-rate range test -------------------------------------------------------------------------------------------------------
