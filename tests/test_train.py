@@ -323,7 +323,7 @@ def test_signal_in_an_update(place, straight, monkeypatch, number, step):
 
 MOMENTS = {
     'before the first step': (script, 'describe', 1, 0),
-    'while compiling': (device, 'compile_model', 1, 0),
+    'while compiling': (compiling, 'compile_model', 1, 0),
     'in the first evaluation': (script, 'evaluate', 1, 0),
     'in a later evaluation': (script, 'evaluate', 2, 2),
     'in the last evaluation': (script, 'evaluate', 4, 6),
