@@ -84,6 +84,7 @@ class Bench:
         self.peer = workloads.load_peer(config.peer) if config.peer else None
         self.deadline = time.monotonic() + (config.deadline or float('inf'))
         self.compile = self.cuda if config.compile == 'auto' else config.compile
+        self.how = 'compiled' if self.compile else 'eager'
         self.schemes = config.wpe.split(',')
 
     def dtype(self, shape):
@@ -163,8 +164,7 @@ class Bench:
         tokens, flops = rows * workloads.SHAPES[shape][3], workloads.build(shape, 'none').flops_per_token()
         size = f'{shape}, {rows} x {workloads.SHAPES[shape][3]}'
         table, times = self.add('train', size, works, tokens, flops=flops)
-        how = f'{self.dtype(shape)}, {"compiled" if self.compile else "eager"}'
-        show(f'TRAINING STEP, {size} tokens, {how}{self.as_shipped(self.cuda)}', table)
+        show(f'TRAINING STEP, {size} tokens, {self.dtype(shape)}, {self.how}{self.as_shipped(self.cuda)}', table)
         return {name: 1 / statistics.median(each) for name, each in times.items()}
 
     def context(self):
@@ -187,12 +187,12 @@ class Bench:
             self.record(wpe=self.schemes[0], mode='memory', shape=f'tiny, {tokens // T} x {T}', peak_mem_bytes=peak)
             rows.append([T, *(f'{statistics.median(times[name]) / first[name]:.2f}' for name in works),
                          f'{flops[T] / flops[lengths[0]]:.2f}', f'{peak / 1e9:.2f}' if peak else 'failed'])
-        show(f'LONGER ROWS, {tokens} tokens a step, {"compiled" if self.compile else "eager"}, seconds relative to {lengths[0]}; '
+        show(f'LONGER ROWS, {tokens} tokens a step, {self.how}, seconds relative to {lengths[0]}; '
              f'memory of {self.schemes[0]}{self.as_shipped(self.cuda)}', rows)
 
     def sample(self):
         n, prompt, dtype = self.config.new_tokens, torch.randint(50257, (1, 16), device=self.device), self.dtype('gpt2')
-        how = f'{n} new tokens, {dtype}, {"compiled" if self.compile else "eager"}'
+        how = f'{n} new tokens, {dtype}, {self.how}'
         ours = {wpe: workloads.our_sampling('gpt2', wpe, prompt, n, dtype, self.compile) for wpe in self.schemes}
         works, read = ({name: part[i] for name, part in ours.items()} for i in (0, 1))
         tokens = dict.fromkeys(works, n)
@@ -246,7 +246,7 @@ class Bench:
             self.record(wpe=name, mode='memory', shape='gpt2, 4 x 1024', peak_mem_bytes=peak, share_of_peer=against,
                         peer='nanoGPT' if against else None)
             table.append([name, f'{peak / 1e9:.2f}' if peak else 'failed', f'{against:.2f}' if against else '-'])
-        show(f'PEAK MEMORY, gpt2, 4 x 1024 tokens, {dtype}, {"compiled" if self.compile else "eager"}', table)
+        show(f'PEAK MEMORY, gpt2, 4 x 1024 tokens, {dtype}, {self.how}', table)
 
     def start(self):
         """Seconds from starting a process to the end of its first update, and to its first sampled character."""

@@ -201,12 +201,11 @@ def main(argv=None):
     model.checkpoint_blocks = config.checkpoint_blocks
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     update_rows = config.batch_size * config.gradient_accumulation_steps
-    if resumed and config.micro_batch == 'auto':
-        config.micro_batch = resumed.environment.get('micro_batch', 'auto')
-    config.micro_batch, why_rows = device.micro_batch(config.micro_batch or config.batch_size, model, update_rows // parallel.world,
-                                                      device_name, autocast, config.batch_size)
+    wanted_rows = runfolder.as_before(config, resumed, 'micro_batch') or config.batch_size
+    config.micro_batch, why_rows = device.micro_batch(wanted_rows, model, update_rows // parallel.world, device_name, autocast,
+                                                      config.batch_size)
     may_save = compiling.expected_saving(model, config.max_iters * update_rows * config.block_size // parallel.world, dtype)
-    compile = resumed.environment.get('compile', 'auto') if resumed and config.compile == 'auto' else config.compile
+    compile = runfolder.as_before(config, resumed, 'compile')
     loss_of, is_compiled, why_compile = compiling.compile_model(model, compile, config.micro_batch, device_name, autocast, may_save)
     optimizers = optim.build(config, model, device_name)
     scaler = torch.amp.GradScaler(torch.device(device_name).type, enabled=dtype == 'float16')

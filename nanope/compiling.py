@@ -6,7 +6,7 @@ import torch
 
 from model import LARGE_MATRIX
 from nanope import parallel
-from nanope.device import cpu_has_bf16, without_cudnn
+from nanope.device import cpu_has_bf16
 from nanope.files import brief
 from nanope.loss import loss_function
 
@@ -38,16 +38,15 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     """torch.compile, tried on one micro-batch of `rows` rows: (function of (idx, targets) -> mean loss, whether compiled, reason).
 
     Where it fails, 'auto' falls back with a warning and True raises ValueError. seconds: see resolve_compile()."""
-    def suited(loss_of):
-        masked = model.config.wpe == 'alibi' and torch.device(device).type == 'cuda'
-        return in_context(without_cudnn, loss_of) if masked else loss_of
     wanted, reason = resolve_compile(compile, device, seconds)
     if not wanted:
-        return suited(loss_function(model, False, rows, device)), False, reason
+        return loss_function(model, False, rows, device), False, reason
     allow_many_graphs()
     try:
         sharded = any(map(parallel.is_sharded, model.parameters()))
-        loss_of = suited(parallel.compile_blocks(model) if sharded else loss_function(model, True, rows, device))
+        if sharded:
+            parallel.compile_blocks(model)
+        loss_of = loss_function(model, not sharded, rows, device)
         ids = torch.zeros(rows, model.config.block_size, dtype=torch.int64, device=device)
         with autocast():
             loss = loss_of(ids, ids.clone())  # two tensors, as in training: for one that is both there would be a graph of its own
@@ -58,17 +57,9 @@ def compile_model(model, compile, rows, device, autocast, seconds):
     except Exception as error:  # whatever the compiler's many parts may raise
         tell_failure(error, compile)
         parallel.compile_blocks(model, undo=True)
-        return suited(loss_function(model, False, rows, device)), False, 'it failed, see the warning'
+        return loss_function(model, False, rows, device), False, 'it failed, see the warning'
     finally:
         model.zero_grad(set_to_none=True)
-
-
-def in_context(context, function):
-    """function, each call of it within context()."""
-    def call(*args):
-        with context():
-            return function(*args)
-    return call
 
 
 def resolve_step(compile, model, device, steps):

@@ -6,6 +6,7 @@ On CUDA they stay whole: a compiled graph fuses the loss into what reads them; p
 import torch
 
 from nanope import parallel
+from nanope.device import without_cudnn
 
 CHUNK = 512           # tokens whose logits are held at once
 LARGE = 2**24         # logits of a micro-batch from which on pieces pay: 64 MB in float32
@@ -64,7 +65,13 @@ def loss_function(model, compiled, rows, device):
     """A function of (idx, targets), micro-batches of at most `rows` rows, that gives their mean loss as model itself would."""
     def compile(function):
         return torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
-    if not in_pieces(model, rows, device):
-        return compile(model)
-    hidden = compile(model.hidden)
-    return lambda idx, targets: head_loss(model, hidden, idx, targets)
+    if in_pieces(model, rows, device):
+        hidden = compile(model.hidden)
+        return lambda idx, targets: head_loss(model, hidden, idx, targets)
+    loss_of = compile(model)
+
+    def without_cudnns_attention(idx, targets):
+        with without_cudnn():
+            return loss_of(idx, targets)
+    masked = model.config.wpe == 'alibi' and torch.device(device).type == 'cuda'
+    return without_cudnns_attention if masked else loss_of

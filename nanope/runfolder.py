@@ -105,6 +105,12 @@ def check_resume(config, saved):
         print(f'warning: resuming with a change: {line}', file=sys.stderr)
 
 
+def as_before(config, resumed, name):
+    """A setting of the machine; for 'auto', what it was when the checkpoint was written that is resumed, so that the bits repeat."""
+    value = getattr(config, name)
+    return resumed.environment.get(name, 'auto') if resumed and value == 'auto' else value
+
+
 def clear(run):
     """Delete what an earlier run wrote into the folder, and nothing else that lies there."""
     for name in checkpoint.names(run):

@@ -239,12 +239,15 @@ def test_frozen_steps(monkeypatch, dtype):
 
 # ---- optimizers, when to compile ---------------------------------------------------------------------------------------------------
 
+def optimizers_of(model, name):
+    return optim.build(train.TrainConfig(optimizer=name, learning_rate=0.1, muon_lr=0.1, muon_momentum=0.9, muon_weight_decay=0.1),
+                       model, 'cpu')
+
+
 def test_an_update_that_is_not_finite_is_left_out():
     for name in ('adamw', 'muon'):
         model = build('learned')
-        config = type('Config', (), dict(optimizer=name, weight_decay=0.1, beta1=0.9, beta2=0.95, learning_rate=0.1, muon_lr=0.1,
-                                         muon_momentum=0.9, muon_weight_decay=0.1))
-        optimizers = optim.build(config, model, 'cpu')
+        optimizers = optimizers_of(model, name)
         before = [p.clone() for p in model.parameters()]
         for finite in (False, True):
             model(tokens(2, 8), tokens(2, 8)).backward()
@@ -256,10 +259,8 @@ def test_an_update_that_is_not_finite_is_left_out():
 
 def test_muon_does_not_wait_for_the_device(monkeypatch):
     """Where work is queued, whether an update is finite is asked on the device or later: neither optimizer turns it into a Python bool."""
-    config = type('Config', (), dict(optimizer='muon', weight_decay=0.1, beta1=0.9, beta2=0.95, learning_rate=0.1, muon_lr=0.1,
-                                     muon_momentum=0.9, muon_weight_decay=0.1))
     model = build('learned')
-    optimizers = optim.build(config, model, 'cpu')
+    optimizers = optimizers_of(model, 'muon')
     model(tokens(2, 8), tokens(2, 8)).backward()
     monkeypatch.setattr(optim, 'runs_ahead', lambda name: True)
     finite = torch.tensor(True)
