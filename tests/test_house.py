@@ -20,7 +20,7 @@ from train import TrainConfig
 SCRIPTS = sorted(path.stem for path in ROOT.glob('*.py') if path.stem != 'model')
 OTHERS = 'finetune_shakespeare', 'shakespeare_fast', 'gpt2_muon'
 OWN = subprocess.run(['git', 'ls-files', '--others', 'config'], cwd=ROOT, capture_output=True, text=True).stdout.split()  # a user's
-CONFIGS = sorted(path.stem for path in ROOT.glob('config/*.py') if path.stem not in OTHERS and f'config/{path.name}' not in OWN)  # by scheme
+CONFIGS = sorted({path.stem for path in ROOT.glob('config/*.py') if f'config/{path.name}' not in OWN} - {*OTHERS})  # by scheme
 LAZY = {'datasets', 'wandb', 'matplotlib', 'tiktoken', 'transformers', 'huggingface_hub', 'tokenizers'}  # a run may not need them
 
 
